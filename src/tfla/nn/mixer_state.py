@@ -21,7 +21,7 @@ class StatesEvery:
     states: list[Any] = field(default_factory=list)
 
     def ends(self, tokens: int) -> range:
-        """Return the numbers of tokens after which there is a state, of a call of so many tokens."""
+        """Return the numbers of tokens after which a call of `tokens` tokens keeps a state."""
         return range(self.every, tokens + 1, self.every)
 
 
@@ -48,7 +48,7 @@ class MixerState(NamedTuple):
         return self._each(Tensor.clone)
 
     def to(self, device: torch.device | str) -> MixerState:
-        """Return the same state on a device."""
+        """Return the same state on the given device."""
         return self._each(lambda t: t.to(device))
 
     def gather(self, rows: Tensor | Sequence[int]) -> MixerState:
@@ -71,15 +71,27 @@ class MixerState(NamedTuple):
             own.index_fill_(0, index, 0)
 
     def read(self, rows: PoolRows) -> MixerState:
-        """Return what the recurrence does not keep, of the rows of this pool, beside the whole pool of the recurrence.
+        """Return the state of the sequences of a call, from this pool.
 
-        The operators for steps find the rows of the recurrence's pool themselves.
+        The operators for steps find the rows of the recurrence's pool themselves, so that the whole pool of the
+        recurrence is returned, beside copies of the rows of everything else, such as convolutions and positions.
+
+        Args:
+            rows: the rows of this pool, one for each of the B sequences.
+
+        Returns:
+            the state, whose parts have batch B except for the recurrence.
         """
         position = None if self.position is None else rows.read(self.position)
         return MixerState(self.recurrence, tuple(map(rows.read, self.convolution)), position)
 
     def write(self, rows: PoolRows, states: MixerState) -> None:
-        """Overwrite what the recurrence does not keep in the rows of this pool by that of states (B, ...)."""
+        """Overwrite the rows of this pool except for the recurrence, whose operators write its rows themselves.
+
+        Args:
+            rows: the rows of this pool, one for each of the B sequences.
+            states: the states of the sequences, whose parts have batch B.
+        """
         for own, given in zip(self._others(), states._others(), strict=True):
             rows.write(own, given)
 

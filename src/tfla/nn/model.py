@@ -171,7 +171,14 @@ class LanguageModel(nn.Module):
         return self.logits(hidden[:, -1]), state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply RMSNorm, unembedding and soft cap (110): (..., d_model) -> (..., vocab_size), float32 or float64."""
+        """Apply the last norm, the unembedding and the soft cap, (110) of the paper.
+
+        Args:
+            hidden: the residual stream after the last block, (..., d_model), as :meth:`hidden` returns it.
+
+        Returns:
+            the logits (..., vocab_size), float64 if the weights are float64, else float32.
+        """
         logits = self.unembedding(self.norm(hidden))
         return soft_cap(at_least_float32(logits), self.config.logit_soft_cap)
 
@@ -370,6 +377,9 @@ class LanguageModel(nn.Module):
         """Write config.json and model.safetensors into a directory, which is created if needed.
 
         Each file is replaced atomically: a crash leaves the old one or the new one.
+
+        Args:
+            directory: the directory.
 
         Raises:
             ImportError: safetensors is not installed.

@@ -50,6 +50,9 @@ class KeyValues(NamedTuple):
         Each sequence has the tokens of its document from its first place on, whatever is before them in this state. A
         token after the last place is not stored.
 
+        Args:
+            capacity: the number of tokens that each sequence has room for.
+
         Raises:
             ValueError: the state has more places already.
         """
@@ -159,7 +162,15 @@ class Attention(nnx.Module):
         return y, self._new_state(k, v, None if is_whole else first[:, -1] + past)
 
     def step(self, x: Array, state: KeyValues) -> tuple[Array, KeyValues]:
-        """Mix one token of each sequence: x (B, d_model), and return the result and the state after it."""
+        """Mix one token of each sequence.
+
+        Args:
+            x: the token's activations, (B, d_model).
+            state: the cache so far, with room for the token.
+
+        Returns:
+            the output (B, d_model), and the cache with the token.
+        """
         if not isinstance(state, KeyValues) or state.length is None:
             y, grown = self(x[:, None], state, return_state=True)
             assert grown is not None
@@ -183,7 +194,7 @@ class Attention(nnx.Module):
         return self.out_proj(h.reshape(x.shape)), KeyValues(k, v, start, place + 1)
 
     def initial_state(self, batch_size: int) -> KeyValues:
-        """Return an empty cache in the weights' dtype."""
+        """Return the cache of `batch_size` sequences without tokens, in the weights' dtype."""
         empty = jnp.zeros((batch_size, 0, self.num_kv_heads, self.head_dim), self.param_dtype)
         return KeyValues(empty, empty)
 

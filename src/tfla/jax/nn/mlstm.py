@@ -99,7 +99,15 @@ class MLSTM(nnx.Module):
         return self._output(x, h), new
 
     def step(self, x: Array, state: State) -> tuple[Array, State]:
-        """Mix one token of each sequence: x (B, d_model), and return the result and the state after it."""
+        """Mix one token of each sequence.
+
+        Args:
+            x: the token's activations, (B, d_model).
+            state: the state so far.
+
+        Returns:
+            the output (B, d_model), and the state after the token.
+        """
         h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind, backend=self._backend())
         return self._output(x, h), new
 
@@ -111,7 +119,7 @@ class MLSTM(nnx.Module):
         return name if name in KERNELS else None
 
     def initial_state(self, batch_size: int) -> State:
-        """Return a state of zeros: float64 if the weights are float64, else float32."""
+        """Return a state of zeros for `batch_size` sequences: float64 if the weights are float64, else float32."""
         dtype = jnp.float64 if self.param_dtype == jnp.float64 else jnp.float32
         return State.zeros(
             batch_size, self.num_heads, self.qk_head_dim, self.head_dim,

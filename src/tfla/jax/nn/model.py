@@ -119,7 +119,14 @@ class LanguageModel(nnx.Module):
         return (logits, tuple(after)) if return_state else logits
 
     def logits(self, hidden: Array) -> Array:
-        """Apply RMSNorm, unembedding and soft cap (110): (..., d_model) -> (..., vocab_size), float32 or float64."""
+        """Apply the last norm, the unembedding and the soft cap, (110) of the paper.
+
+        Args:
+            hidden: the residual stream after the last block, (..., d_model).
+
+        Returns:
+            the logits (..., vocab_size), float64 if the weights are float64, else float32.
+        """
         return soft_cap(widen(self.unembedding(self.norm(hidden))), self.config.logit_soft_cap)
 
     def step(self, ids: Array, state: ModelState) -> tuple[Array, ModelState]:
@@ -144,7 +151,7 @@ class LanguageModel(nnx.Module):
         return self.logits(x), tuple(after)
 
     def initial_state(self, batch_size: int) -> ModelState:
-        """Return the state before the first token: a tuple with an entry per block."""
+        """Return the state before the first token of `batch_size` sequences: a tuple with an entry per block."""
         return tuple(block.mixer.initial_state(batch_size) for block in self.blocks)
 
     def num_parameters(self) -> int:
@@ -153,6 +160,9 @@ class LanguageModel(nnx.Module):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors into a directory, which :mod:`tfla.nn` loads too.
+
+        Args:
+            directory: the directory, which is created if needed.
 
         Raises:
             ImportError: safetensors is not installed.

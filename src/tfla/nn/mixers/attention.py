@@ -256,7 +256,7 @@ class Attention(SequenceMixer):
         return (y if is_checked else torch.where(has_room[:, None, None], y, torch.nan)), accept
 
     def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
-        """Return an empty cache in the weights' dtype."""
+        """Return the cache of `batch_size` sequences without tokens, in the weights' dtype."""
         dtype = self.q_proj.weight.dtype
         empty = torch.empty(batch_size, 0, self.num_kv_heads, self.head_dim, dtype=dtype, device=device)
         return KeyValues(empty, empty)

@@ -53,6 +53,9 @@ class KeyValues(NamedTuple):
 
         Each sequence has the tokens of its document from its first place on, whatever is before them in this state.
 
+        Args:
+            capacity: the number of tokens that each sequence has room for.
+
         Raises:
             ValueError: a document has more tokens than capacity.
         """
@@ -67,7 +70,14 @@ class KeyValues(NamedTuple):
         return KeyValues(k, v, start.clamp(max=0), self.visible().clone())
 
     def gather(self, rows: Tensor | Sequence[int]) -> KeyValues:
-        """Return a copy of the caches of some sequences, of a state with room for more tokens."""
+        """Return a copy of the caches of some sequences, of a state with room for more tokens.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences; an index may occur more than once.
+
+        Returns:
+            the caches, with batch R and as many places as this state.
+        """
         index = self._index(rows)
         return KeyValues(*(t.index_select(0, index) for t in self if t is not None))
 
@@ -76,6 +86,10 @@ class KeyValues(NamedTuple):
 
         Each row gets the tokens of its document from its first place on, whatever room is around them in ``states``,
         and no gradients.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences, each at most once.
+            states: the new caches, with batch R; sequence rows[j] gets the j-th one.
 
         Raises:
             ValueError: rows contain an index twice, the states are not as many, or this state has no room for them.
@@ -89,12 +103,20 @@ class KeyValues(NamedTuple):
         self.write(PoolRows(index, self.k.shape[0]), given)
 
     def check_fits(self, states: KeyValues) -> None:
-        """Raise unless this state has room for the tokens of each of the states."""
+        """Check that this state has room for the tokens of each sequence of other states.
+
+        Raises:
+            ValueError: a sequence of ``states`` has more tokens than this state has places.
+        """
         if states.k.shape[1] > self.k.shape[1] and len(states.k):
             self.check_room(int(states.visible().max()))
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
-        """Reset some sequences in place to no tokens, in a state with room for tokens."""
+        """Reset some sequences in place to no tokens, in a state with room for tokens.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences.
+        """
         index = self._index(rows)
         for own in (self.start, self.length):
             if own is not None:
@@ -103,7 +125,14 @@ class KeyValues(NamedTuple):
     def read(self, rows: PoolRows) -> KeyValues | None:
         """Return the caches of the sequences of a call, as :meth:`Attention.forward` takes them; this one is a pool.
 
-        The last token of each is in the last place. None stands for no token of any. The host reads how many there are.
+        The host reads how many tokens there are.
+
+        Args:
+            rows: the rows of this pool, one for each of the B sequences.
+
+        Returns:
+            the caches, (B, tokens, kv heads, head_dim), with the last token of each sequence in the last place, or
+            None where no sequence has a token.
         """
         length, start = rows.read(_given(self.length)), rows.read(_given(self.start))
         simple = False  # whether all sequences have as many tokens, of one document
@@ -120,7 +149,11 @@ class KeyValues(NamedTuple):
         return KeyValues(self.k[row, token], self.v[row, token], None if simple else places - length + start)
 
     def write(self, rows: PoolRows, states: KeyValues) -> None:
-        """Overwrite rows of this pool by caches (B, ...), such as :meth:`Attention.forward` returns.
+        """Overwrite rows of this pool by caches such as :meth:`Attention.forward` returns.
+
+        Args:
+            rows: the rows of this pool, one for each of the B sequences.
+            states: the caches, (B, tokens, kv heads, head_dim).
 
         Raises:
             ValueError: a sequence has more tokens than the pool has places, or gradients are recorded.
@@ -142,7 +175,14 @@ class KeyValues(NamedTuple):
         rows.write(_given(self.start), start.clamp(max=0))
 
     def of_rows(self, rows: PoolRows) -> KeyValues:
-        """Return a copy of the caches of rows of this pool, those of sequences at -1 without tokens."""
+        """Return a copy of the caches of rows of this pool.
+
+        Args:
+            rows: the rows, one for each of the B sequences; a sequence at -1 has no tokens.
+
+        Returns:
+            the caches, with batch B and as many places as this pool.
+        """
         row = rows.indices.clamp(min=0)
         start, length = rows.read(_given(self.start)), rows.read(_given(self.length))
         return KeyValues(self.k.index_select(0, row), self.v.index_select(0, row), start, length)
@@ -172,7 +212,13 @@ class KeyValues(NamedTuple):
         rows.write(_given(self.length), length)
 
     def has_room(self, count: int) -> Tensor:
-        """Return whether each sequence (B,) has room for so many more tokens, on a CPU after a check that all have it.
+        """Return whether each sequence has room for more tokens, and on a CPU check that all have it.
+
+        Args:
+            count: the number of tokens to be added to each sequence.
+
+        Returns:
+            (B,) bool.
 
         Raises:
             ValueError: a sequence has no room, on a CPU; a GPU's values are not read.
