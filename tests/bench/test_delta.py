@@ -10,8 +10,9 @@ import torch
 
 from tfla.bench import delta, gpu, page_tables, stored
 from tfla.bench.commands import bench
+from tfla.bench.entries import DELTA_FORMS, TOKENS
 from tfla.bench.options import GpuBench
-from tfla.bench.suites import DELTA_FORMS, SUITES, TOKENS
+from tfla.bench.suites import SUITES
 from tfla.integrations import fla
 from tfla.measure.problem import BOTH, FORWARD, Problem
 

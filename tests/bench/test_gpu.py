@@ -12,8 +12,9 @@ import torch
 import tfla
 from tfla.bench import baselines, gpu, gpu_report, stored
 from tfla.bench.commands import bench
+from tfla.bench.entries import Entry
 from tfla.bench.options import GpuBench, parse
-from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.suites import SUITES, Suite
 from tfla.bench.worker import serve
 from tfla.bench.worker_pool import WorkerDied
 from tfla.measure import operator

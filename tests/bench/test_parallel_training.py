@@ -16,10 +16,11 @@ from processes import run_on_processes
 
 from tfla.bench import gpu, worker_group
 from tfla.bench.commands import bench
+from tfla.bench.entries import VARIANTS, Entry
 from tfla.bench.options import GpuBench
 from tfla.bench.parallel_training import step
 from tfla.bench.stream_profile import Kernel, length, summary, union
-from tfla.bench.suites import SUITES, VARIANTS, Entry, Suite
+from tfla.bench.suites import SUITES, Suite
 from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.nn import ModelConfig
 

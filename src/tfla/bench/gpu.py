@@ -21,8 +21,9 @@ from tfla._util.device import check_device
 from tfla._util.errors import UserError
 from tfla._util.files import write_json
 from tfla._util.outputs import check_file
+from tfla.bench.entries import DELTA_FORMS, Entry
 from tfla.bench.options import GpuBench, parse
-from tfla.bench.suites import DELTA_FORMS, SUITES, Entry, Suite
+from tfla.bench.suites import SUITES, Suite
 from tfla.bench.worker_group import ask_together, dismiss_together, start_together
 from tfla.bench.worker_pool import WorkerDied, WorkerPool
 from tfla.measure.problem import FORWARD, STEP, Problem

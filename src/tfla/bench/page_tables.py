@@ -6,10 +6,11 @@ import re
 from typing import Any, get_args
 
 from tfla._util.markdown import table
+from tfla.bench.entries import VARIANTS
 from tfla.bench.gpu import NOT_RUN
 from tfla.bench.gpu_report import FIRST_CALLS, milliseconds
 from tfla.bench.mixers import facts_of
-from tfla.bench.suites import SUITES, VARIANTS
+from tfla.bench.suites import SUITES
 from tfla.measure.problem import BOTH, FORWARD, STEP
 from tfla.nn.config import Mixer
 

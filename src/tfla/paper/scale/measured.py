@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfla._util.errors import UserError
+from tfla.bench.entries import Entry
 from tfla.bench.stored import load
-from tfla.bench.suites import SUITES, Entry
+from tfla.bench.suites import SUITES
 from tfla.nn import ModelConfig
 from tfla.paper.scale.costs import Cluster, Cost, Layout, Link, Work, exchanged, step_cost
 
