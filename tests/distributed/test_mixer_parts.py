@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from process_pool import Pool, RankError
 from processes import run_on_processes
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -329,7 +330,7 @@ def test_a_sharded_model_generates() -> None:
     assert torch.equal(run_on_processes(2, _text_of_sharded_model, ids), expected)
 
 
-def _verified_by_sharded_model(mixers: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+def _verified_by_sharded_model(group: dist.ProcessGroup, *, mixers: tuple[str, ...], name: str) -> None:
     """Compare proposed tokens of a model whose parameters processes share, of which some are accepted."""
     ids, lengths = torch.randint(0, 8, (2, 14), generator=torch.Generator().manual_seed(0)), torch.tensor([2, 5])
     found = []
@@ -338,10 +339,10 @@ def _verified_by_sharded_model(mixers: tuple[str, ...], sizes: tuple[int, ...], 
         layers = {"num_blocks": len(mixers), "layers": mixers}
         model = LanguageModel(ModelConfig(**CONFIG | layers)).double()
         if shared:
-            parallelize(model, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+            parallelize(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)))
         with torch.no_grad():
             prefill = ids[:, :8]
-            if shared and "cp" in names:
+            if shared and name == "cp":
                 prefill = prefill.chunk(2, 1)[dist.get_rank()]
             _, state = model.read_prompt(prefill)
             state = tuple(s.reserve(30) if isinstance(s, KeyValues) else s for s in state)
@@ -349,18 +350,16 @@ def _verified_by_sharded_model(mixers: tuple[str, ...], sizes: tuple[int, ...], 
             assert all(isinstance(p, DTensor) == shared for p in model.parameters())
             state = accept(lengths)
             # With tensor parallelism each process has the states of its heads.
-            after = [] if "tp" in names else tensors(state)
+            after = [] if name == "tp" else tensors(state)
             found.append([logits, model.step(ids[:, 13], state)[0], *after])
     for a, b in zip(*found, strict=True):
         assert error(b, a) <= EXACT
 
 
-@pytest.mark.parametrize(("sizes", "names"), [((2,), ("dp_shard",)), ((2,), ("cp",)), ((1, 2), ("dp_shard", "tp"))])
+@pytest.mark.parametrize("name", ["dp_shard", "cp", "tp"])
 @pytest.mark.parametrize("mixers", [("mlstm_exp", "attention", "gated_delta_net"), ("mamba2", "retnet", "kda", "gla")])
-def test_a_sharded_model_verifies_proposed_tokens(
-    mixers: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]
-) -> None:
-    run_on_processes(2, _verified_by_sharded_model, mixers, sizes, names)
+def test_a_sharded_model_verifies_proposed_tokens(pool: Pool, mixers: tuple[str, ...], name: str) -> None:
+    pool.run(2, _verified_by_sharded_model, mixers=mixers, name=name)
 
 
 def test_a_prompt_is_no_part_of_one() -> None:
@@ -439,6 +438,49 @@ def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
 def test_what_cannot_be_shared_is_named(pool: Pool, mixer: str, case: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         pool.run(2, _refused, mixer=mixer, case=case)
+
+
+def _refusal(group: dist.ProcessGroup, *, mixer: str, options: dict[str, Any], packed: bool, rounds: bool) -> str:
+    """Return the message of the exception of a call with 4, 5 and 6 steps on three processes."""
+    module = layer(mixer)
+    module.context_parallel = ContextParallel(group, **options) if options else group  # type: ignore[assignment]
+    offsets = {"cu_seqlens": torch.tensor([0, 7, 15])} if packed else {}
+    with exchange_in_rounds(rounds), pytest.raises(ValueError) as refused:
+        module(torch.zeros(1, 4 + dist.get_rank(group), 16, dtype=torch.float64), **offsets)
+    return str(refused.value)
+
+
+GOT = "x: got 4, 5, 6 steps on the 3 processes of context_parallel, expected "
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options", "expected"),
+    [
+        ("attention", {}, "as many on each: for parts .*order='contiguous', lengths=...., here .4, 5, 6.$"),
+        ("attention", {"order": "zigzag"}, "as many on each: for parts .*, here those of all 6 spans in the order of "),
+        ("attention", {"lengths": (4, 5, 7)}, "4, 5, 7, by its lengths .4, 5, 7.$"),
+        ("retnet", {}, "as many on each: for parts .*order='contiguous', lengths=...., here .4, 5, 6.$"),
+    ],
+)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_every_process_names_the_parts_that_are_not_as_they_should_be(
+    pool: Pool, mixer: str, options: dict[str, Any], expected: str, rounds: bool
+) -> None:
+    for message in pool.run(3, _refusal, mixer=mixer, options=options, packed=mixer == "retnet", rounds=rounds):
+        assert re.match(GOT + expected, message), message
+
+
+def _short_spans(group: dist.ProcessGroup) -> str:
+    module = layer("mamba2")
+    module.context_parallel = group  # type: ignore[assignment]
+    with pytest.raises(ValueError) as refused:
+        module(torch.zeros(1, 2 + 2 * dist.get_rank(group), 16, dtype=torch.float64))
+    return str(refused.value)
+
+
+def test_every_process_names_a_span_that_is_shorter_than_it_takes_it_to_be(pool: Pool) -> None:
+    for message in pool.run(2, _short_spans):
+        assert message.startswith("x: got spans of 2, 3 steps, counted up to 3, expected spans of equal lengths, or ")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,7 @@ from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
 from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
-from tfla.nn.mixers.gather_steps import SharedSteps
+from tfla.nn.mixers.gather_steps import SharedSteps, check_parts
 from tfla.nn.mixers.key_values import KeyValues, check_state, reads_values
 from tfla.nn.mixers.ring import ring_attention
 from tfla.nn.mixers.rotary import rotate_both
@@ -129,6 +129,7 @@ class Attention(SequenceMixer):
         of cu_seqlens on the CPU. States are the same on all processes.
         """
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        check_parts(self.context_parallel, x)
         shared = SharedSteps(self.context_parallel, x.shape[1])
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
