@@ -15,6 +15,7 @@ SIZES: dict[str, Any] = {
 MIXTURES = [
     ("mlstm_exp", "gated_delta_net", "mamba2", "attention"),
     ("mlstm_sig", "retnet", "kda", "gla"),
+    ("delta_net", "mlstm_exp", "attention"),
 ]
 
 

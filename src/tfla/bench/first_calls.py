@@ -20,7 +20,8 @@ CODE = """
 import json, sys
 import torch, tfla
 given = json.loads(sys.argv[1])
-done = tfla.warmup(*given["sizes"], form=given["form"], dtype=getattr(torch, given["dtype"]), device=given["device"])
+given["dtype"] = getattr(torch, given["dtype"])
+done = tfla.warmup(*given.pop("sizes"), **given)
 print(json.dumps([[call.seconds, len(call.kernels)] for call in done.calls]))
 """
 
@@ -33,14 +34,18 @@ def operator(problem: Problem, form: Form) -> Work:
         form: the mixer, as :func:`tfla.warmup` has it.
     """
     dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
-    heads = 1 if form == "mamba2" else problem.H
-    sizes = heads, problem.H, problem.dqk, problem.dhv
+    sizes = query_heads(problem, form), problem.H, problem.dqk, problem.dhv
     call, given = arguments_of(form, (problem.B, problem.T), sizes, dtype, dtype, device)
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     return Work(
         lambda *tensors: call(**(given | dict(zip(names, tensors, strict=True)))), [given[name] for name in names],
         {"first_calls": first_calls(problem, form)},
     )  # fmt: skip
+
+
+def query_heads(problem: Problem, form: Form) -> int:
+    """Return the heads of queries and keys: Mamba-2 has one for all heads of values."""
+    return 1 if form == "mamba2" else problem.H
 
 
 def first_calls(problem: Problem, form: Form) -> list[dict[str, Any]]:
@@ -50,7 +55,13 @@ def first_calls(problem: Problem, form: Form) -> list[dict[str, Any]]:
     The device is initialized before. On a CPU there are none, since nothing is compiled.
     """
     sizes = [problem.B, problem.T, problem.H, problem.dqk, problem.dhv]
-    given = {"sizes": sizes, "form": form, "dtype": problem.dtype, "device": problem.device}
+    given: dict[str, Any] = {
+        "form": form,
+        "Hq": query_heads(problem, form),
+        "dtype": problem.dtype,
+        "device": problem.device,
+    }
+    given["sizes"] = sizes
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-c", CODE, json.dumps(given)], env=os.environ | {"TRITON_CACHE_DIR": cache},

@@ -298,6 +298,17 @@ def test_a_recurrence_that_tfla_does_not_compute(name: str) -> None:
             call(model)
 
 
+@pytest.mark.parametrize(("name", "layer"), [("Rwkv", "RwkvSelfAttention"), ("RecurrentGemma", "RecurrentGemmaRglru")])
+def test_a_state_that_is_a_vector(name: str, layer: str) -> None:
+    fields = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 8, "num_attention_heads": 2, "head_dim": 8}
+    fields |= {"attention_hidden_size": 16, "lru_width": 16, "intermediate_size": 16, "num_key_value_heads": 1}
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields))
+    with pytest.raises(
+        TypeError, match=rf"^model: got {name}ForCausalLM, whose .* is a {layer}: its state is a vector"
+    ):
+        accelerate(model)
+
+
 def test_a_model_without_a_recurrence() -> None:
     with pytest.raises(TypeError, match=r"^model: got Linear, expected an xLSTM.* BambaMixer, "):
         accelerate(nn.Linear(1, 1))
