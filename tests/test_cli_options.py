@@ -23,6 +23,7 @@ from tfla.bench.report import Report
 from tfla.bench.tune_command import TuneOptions
 from tfla.bench.worker_pool import WorkerDied
 from tfla.cli import main
+from tfla.integrations.transformers.export import ExportConfig
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.ops import tuned
 from tfla.ops.tuned import cpu_name
@@ -31,6 +32,7 @@ from tfla.paper.experiments.run import ExperimentConfig
 from tfla.paper.report_types import Options
 from tfla.paper.sections import SECTIONS, Section
 from tfla.train.config import GenerateConfig
+from tfla.train.warmup import WarmupConfig
 from tfla.tune.measure import Measured
 from tfla.tune.predict import Candidate, Machine
 
@@ -82,12 +84,28 @@ def refused(args: list[str], *words: str) -> None:
 
 
 GENERATE = ["generate", "--checkpoint", "model", "--tokenizer", "bytes", "--device", "cpu"]
+EXPORT = ["export", "--checkpoint", "model", "--tokenizer", "bytes", "--to", "exported"]
 TUNE = ["tune", "--length", "100", "--dqk", "4", "--dhv", "4", "--device", "cpu"]
 
 
 @given(words=options(GenerateConfig))
 def test_generate(words: list[str]) -> None:
     run_command(main, [*GENERATE, *words])
+
+
+@given(words=options(ExportConfig, leave_out=("to",)))
+def test_export(words: list[str]) -> None:
+    run_command(main, [*EXPORT, *words])
+
+
+def test_export_names_its_folder_before_it_reads_a_model() -> None:
+    refused([*EXPORT, "--checkpoint", "nope", "--to", "/dev/null/x"], "tfla: error: to: /dev/null/x cannot be written")
+
+
+@given(words=options(WarmupConfig))
+def test_warmup(words: list[str]) -> None:
+    for own in (["--checkpoint", "model"], ["--shape", "1", "64", "2", "16", "16"], []):
+        run_command(main, ["warmup", "--device", "cpu", *own, *words])
 
 
 @given(words=options(TuneOptions))
@@ -134,6 +152,7 @@ def test_words_that_are_no_commands(words: list[str]) -> None:
 
 
 COUNTS = ("0", "-1", "x", "1.5", "nan", "")
+WARMUP = ["warmup", "--checkpoint", "model", "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +166,14 @@ COUNTS = ("0", "-1", "x", "1.5", "nan", "")
         (GENERATE, "device", ("foo", "", "meta")),
         (GENERATE, "tokenizer", ("nope", "")),
         (GENERATE, "checkpoint", ("nope", "/dev/null", "x" * 300)),
+        (EXPORT, "checkpoint", ("nope", "/dev/null", "x" * 300)),
+        (EXPORT, "tokenizer", ("nope", "")),
+        (EXPORT, "dtype", ("int8", "")),
+        (EXPORT, "to", ("/dev/null", "/dev/null/x", "x" * 300, "model/config.json")),
+        (WARMUP, "checkpoint", ("nope", "/dev/null", "x" * 300)),
+        (WARMUP, "dtype", ("int8", "")),
+        (WARMUP, "device", ("foo", "", "meta")),
+        *((WARMUP, name, COUNTS) for name in ("prompts", "batches", "states-every", "capacity", "pool")),
         *((TUNE, name, COUNTS) for name in ("batch", "length", "heads", "dqk", "dhv", "repeats")),
         (TUNE, "dtype", ("int8", "")),
         (TUNE, "gate", ("relu",)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfla._util import outputs
 from tfla._util.errors import UserError, one_line
 from tfla.nn import LanguageModel
 from tfla.train.checkpoint import find_model
@@ -57,7 +58,8 @@ def export(
         dtype: "float32", "bfloat16" or "float16" for the weights; None is the stored one.
 
     Raises:
-        UserError: there is no model or no tokenizer, or one of them cannot be read or converted; the message names it.
+        UserError: there is no model or no tokenizer, one of them cannot be read or converted, or the folder cannot be
+            written to; the message names it.
     """
     import torch
 
@@ -68,6 +70,7 @@ def export(
     except ImportError as error:
         raise UserError('this needs transformers: pip install "tfla[train,transformers]"') from error
     source, directory = Path(checkpoint), Path(directory)
+    outputs.check_folder("to", directory)
     folder = find_model(source)
     found = find_tokenizer(folder, tokenizer)
     try:
