@@ -20,7 +20,7 @@ def test_sizes_are_those_of_today() -> None:
     wrong = {}
     for folder, size, _ in rows():
         lines = sum(len(file.read_text().splitlines()) for file in folder.rglob("*.py"))
-        if abs(lines / 1e3 - size) > max(SLACK * size, 0.05):
+        if abs(lines / 1e3 - size) > max(SLACK * size, 0.1):
             wrong[folder.relative_to(ROOT).as_posix()] = f"the table has {size}, now it is {lines / 1e3:.1f}"
     assert not wrong
 
