@@ -16,6 +16,7 @@ from tfla.train.config import Parallel
 from tfla.train.ranks import join_ranks
 
 PROCESSES = 3
+LAST_GOOD = "the last good checkpoint is step-00000002"
 
 
 def _fail(rank: int, failing: int, port: int, folder: Path) -> None:
@@ -24,7 +25,8 @@ def _fail(rank: int, failing: int, port: int, folder: Path) -> None:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "localhost"}
     os.environ |= {name: str(value) for name, value in (variables | {"MASTER_PORT": port}).items()}
     try:
-        with join_ranks(Parallel(), torch.device("cpu")):
+        with join_ranks(Parallel(), torch.device("cpu")) as ranks:
+            ranks.last_good = lambda: LAST_GOOD
             if rank == failing:
                 raise UserError("the disk is full")
             dist.barrier()
@@ -37,6 +39,6 @@ def _fail(rank: int, failing: int, port: int, folder: Path) -> None:
 def test_every_process_says_which_one_has_failed(failing: int, tmp_path: Path) -> None:
     mp.spawn(_fail, (failing, free_ports(1)[0], tmp_path), nprocs=PROCESSES)
     for rank in range(PROCESSES):
-        reason = f"process {rank} stops, because process {failing} has failed: the disk is full"
+        reason = f"process {rank} stops, because process {failing} has failed: the disk is full; {LAST_GOOD}"
         expected = "the disk is full" if rank == failing else reason
         assert (tmp_path / f"error-{rank}").read_text() == f"UserError: {expected}"

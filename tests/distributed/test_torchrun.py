@@ -99,6 +99,7 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
     assert latest is not None
     step = json.loads((latest / "manifest.json").read_text())["step"]
     assert latest.name == f"step-{step:08d}"
+    assert f"; the last good checkpoint is {latest}; start again" in output, output
 
     # The same command continues; when process 0 is killed too, torchrun's own restart does.
     reached = max(r["step"] for r in read_metrics(run))

@@ -180,9 +180,13 @@ class Checkpoints:
             "take another run, or move this folder away to start from the beginning"
         )
 
-    def last_good(self) -> str:
-        """Return a phrase for error messages on the checkpoint from which the run would continue."""
-        latest = latest_checkpoint(self.directory)
+    def last_good(self, contents: bool = True) -> str:
+        """Return a phrase for error messages on the checkpoint from which the run would continue.
+
+        Args:
+            contents: as in :func:`latest_checkpoint`.
+        """
+        latest = latest_checkpoint(self.directory, contents)
         if latest is None:
             return "there is no checkpoint yet"
         return f"the last good checkpoint is {latest}; start again to continue from it"
@@ -245,10 +249,15 @@ def restore(
         raise UserError(f"{path}: the checkpoint cannot be read: {reason(error)}") from error
 
 
-def latest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None; a notice names each newer broken one."""
+def latest_checkpoint(directory: Path, contents: bool = True) -> Path | None:
+    """Return the newest complete checkpoint in a folder, or None; a notice names each newer broken one.
+
+    Args:
+        directory: the folder.
+        contents: compare digests, which reads every file; False compares only sizes.
+    """
     for _, path in reversed(_steps(directory)):
-        broken = verify_manifest(path)
+        broken = verify_manifest(path, contents)
         if broken is None:
             return path
         notice(f"{path}: skipped: {broken}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
         if ranks.first:
             stack.enter_context(open_run(config))
         checkpoints = Checkpoints(config.run / CHECKPOINTS_FOLDER, config.keep_last, config.keep_every, ranks)
+        ranks.last_good = partial(checkpoints.last_good, contents=False)  # at once, however large it is
         prepared: list[Tokens] = []
 
         def prepare() -> dict[str, Any]:

@@ -80,6 +80,7 @@ class Ranks:
         device: the device of this process.
         order: how the steps of a sequence are cut over ``cp``, see :class:`tfla.distributed.ContextParallel`.
         failure: the process that has failed first and its message, once this process has read them.
+        last_good: returns a phrase on the checkpoint from which the run would continue, for messages about a failure.
     """
 
     rank: int = 0
@@ -92,6 +93,7 @@ class Ranks:
     said: int = 0
     order: str = CONTIGUOUS
     failure: tuple[int, str] | None = None
+    last_good: Callable[[], str] | None = None
 
     @property
     def first(self) -> bool:
@@ -167,10 +169,16 @@ class Ranks:
         while True:
             failure = self.find_failure(self.store)
             if failure is not None and failure[0] != self.rank:
-                raise UserError(_stopped(self.rank, *failure))
+                raise UserError(self.stopped_by(*failure))
             if time.monotonic() >= end:
                 return
             time.sleep(0.2)
+
+    def stopped_by(self, other: int, message: str) -> str:
+        """Return the message of this process where it ends because of another one."""
+        found = f"process {self.rank} stops, because process {other} has failed: {message}"
+        last = "" if self.last_good is None else self.last_good()
+        return found if not last or last in message else f"{found}; {last}"
 
     def find_failure(self, store: Any) -> tuple[int, str] | None:
         """Return the process that has failed first and its message, and tell process 0 that this one has read them."""
@@ -220,11 +228,6 @@ def _counts(gradient: Tensor) -> bool:
     coordinate = gradient.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(at == 0 for at, p in zip(coordinate, gradient.placements, strict=True) if isinstance(p, Replicate))
-
-
-def _stopped(rank: int, other: int, message: str) -> str:
-    """Return the message of a process that ends because of another one."""
-    return f"process {rank} stops, because process {other} has failed: {message}"
 
 
 def launched_by_torchrun() -> bool:
@@ -406,5 +409,5 @@ class _Watch(threading.Thread):
         if self.stopped.wait(GRACE_SECONDS):
             return
         if rank != self.ranks.rank:
-            print(f"tfla: error: {_stopped(self.ranks.rank, rank, message)}", file=sys.stderr, flush=True)
+            print(f"tfla: error: {self.ranks.stopped_by(rank, message)}", file=sys.stderr, flush=True)
         os._exit(1)
