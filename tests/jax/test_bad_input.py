@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+import types
 from typing import Any
 
 import jax
@@ -254,7 +256,30 @@ def test_rows_of_a_state(name: str, rows: Any) -> None:
     same_message((TypeError, ValueError), getattr(state, name), getattr(of_jax, name), {"rows": rows} | more)
 
 
-@pytest.mark.parametrize("rows", [[0], [1, 1], [0, 1, 2]], ids=str)
+def test_many_rows_of_a_state_are_checked_at_once() -> None:
+    count = 1 << 15
+    state = tfla.jax.State.zeros(count, 1, 1, 1, normalize=False)
+    begin = time.perf_counter()
+    state.scatter(np.arange(count), state)
+    assert time.perf_counter() - begin < 3  # 8 s where each row is compared with all others
+
+
+def test_rows_on_other_devices_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would wait for them; results are those that the docstrings name."""
+    state = tfla.jax.State(jnp.arange(3.0).reshape(3, 1, 1, 1))
+    rows = jnp.array([-1, 5, -7])
+    monkeypatch.setattr(type(rows), "devices", lambda _: [types.SimpleNamespace(platform="gpu")])
+    assert state.gather(rows).C.ravel().tolist() == [2, 2, 0]
+    assert state.reset(rows).C.ravel().tolist() == [0, 1, 0]
+    assert state.scatter(jnp.array([5, 1]), state.gather([0, 2])).C.ravel().tolist() == [0, 2, 2]
+    x = jnp.ones((2, 1, 1))
+    _, pool = tfla.jax.linear_attention_step(x, x, x, jnp.zeros((2, 1)), state, state_indices=jnp.array([1, 5]))
+    assert pool.C.ravel().tolist() == [0, 2, 2]
+    with pytest.raises(ValueError, match=r"^rows: got 5, expected from 0 to 2"):
+        state.gather(np.array([5]))
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 1], [2, 1, 1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("states", [tfla.State.zeros(2, 2, 3, 5), tfla.State.zeros(1, 2, 3, 5, normalize=False), 3])
 def test_states_that_do_not_fit_into_a_state(rows: list[int], states: Any) -> None:
     state = tfla.State.zeros(4, 2, 3, 5)

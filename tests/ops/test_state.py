@@ -74,7 +74,7 @@ def test_reset_is_the_state_before_the_first_step() -> None:
         ([0.5], TypeError, "rows: got [0.5], expected a tensor or a list"),
         ([4], ValueError, "rows: got 4, expected from 0 to 3"),
         ([-1], ValueError, "rows: got -1, expected from 0 to 3"),
-        (torch.tensor([True]), TypeError, "rows: got dtype torch.bool, expected int64"),
+        (torch.tensor([True]), TypeError, "rows: got dtype torch.bool, expected int32 or int64"),
         (torch.tensor([[1]]), ValueError, "rows: got shape (1, 1), expected one dimension"),
     ],
     ids=str,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def across_explicit_axes(run: Callable[..., Any]) -> Any:
@@ -38,3 +39,32 @@ def across_explicit_axes(run: Callable[..., Any]) -> Any:
         return h, *states
 
     return across
+
+
+def axes_of(x: Array) -> tuple[Any, ...]:
+    """Return the explicit mesh axes over which each dim of an array is divided; None where it is not."""
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def divided(run: Callable[..., Array], dims: tuple[Any, ...], *arrays: Array) -> Array:
+    """Compute a function of arrays that may be divided over explicit mesh axes, which are automatic ones inside of it.
+
+    Args:
+        run: the function, which uses no other arrays.
+        dims: the mesh axes over which each dim of its result is divided.
+        arrays: its arguments.
+    """
+    # Outside of `jax.set_mesh`, only the types of arrays know the mesh.
+    for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)):
+        axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+        if axes:
+            to = NamedSharding(mesh, PartitionSpec(*dims))
+            return jax.sharding.auto_axes(run, axes=axes, out_sharding=to)(*arrays)
+    return run(*arrays)
+
+
+def as_state_of(v: Array, x: Array) -> Array:
+    """Return an array (N, H, ...) divided over its sequences and heads as v (B, T, H, dhv) is."""
+    batch, _, heads, _ = axes_of(v)
+    rows = batch if x.shape[0] == v.shape[0] else None
+    return divided(lambda x: x, (rows, heads, *[None] * (x.ndim - 2)), x)

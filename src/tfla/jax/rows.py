@@ -15,7 +15,9 @@ from tfla.ops.state import MASK
 
 
 def checked_rows(rows: Any, count: int, once: bool = False) -> Array:
-    """Check the indices of some sequences of a state and return them as an array (R,). Traced values are not checked.
+    """Check the indices of some sequences of a state and return them as an array (R,).
+
+    The values of arrays that are traced or on other devices than CPUs are not checked: the host would wait for them.
 
     Args:
         rows: the indices, an int32 or int64 array or a list of integers.
@@ -32,14 +34,30 @@ def checked_rows(rows: Any, count: int, once: bool = False) -> Array:
             raise TypeError(f"rows: got {rows!r}, expected an array or a list of integers{MASK}")
         rows = np.array(rows, np.int32)
     if str(rows.dtype) not in ("int32", "int64"):
-        raise TypeError(f"rows: got dtype {rows.dtype}, expected int64{MASK * (str(rows.dtype) == 'bool')}")
+        mask = MASK * (str(rows.dtype) == "bool")
+        raise TypeError(f"rows: got dtype {rows.dtype}, expected int32 or int64{mask}")
     if rows.ndim != 1:
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected one dimension")
-    if not isinstance(rows, jax.core.Tracer):
-        values = np.asarray(rows).tolist()
-        for row in values:
-            if not 0 <= row < count:
-                raise ValueError(f"rows: got {row}, expected from 0 to {count - 1}")
-            if once and values.count(row) > 1:
-                raise ValueError(f"rows: got {row} more than once, expected each sequence once")
+    if is_readable(rows):
+        values = np.asarray(rows)
+        for row in values[(values < 0) | (values >= count)][:1]:
+            raise ValueError(f"rows: got {row}, expected from 0 to {count - 1}")
+        if once:
+            check_once("rows", values, "sequence once")
     return jnp.asarray(rows)
+
+
+def check_once(name: str, values: np.ndarray, allowed: str) -> None:
+    """Raise ValueError, which names the first such value, if one of them occurs more than once."""
+    _, first, counts = np.unique(values, return_index=True, return_counts=True)
+    for at in np.sort(first[counts > 1])[:1]:
+        raise ValueError(f"{name}: got {values[at]} more than once, expected each {allowed}")
+
+
+def is_readable(x: Any) -> bool:
+    """Return whether the host reads an array without waiting: NumPy's, or JAX's on CPUs of this process."""
+    if isinstance(x, np.ndarray):
+        return True
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())

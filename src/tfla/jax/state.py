@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla._util.shapes import check_shape
+from tfla.jax.explicit import axes_of, divided
 from tfla.jax.rows import checked_rows
 
 
@@ -67,15 +68,18 @@ class State(NamedTuple):
     def gather(self, rows: Any) -> State:
         """Return the states of some sequences of the batch.
 
+        Over mesh axes of explicit sharding, the batch of the result is divided as ``rows`` are.
+
         Args:
             rows: (R,) integers, the indices of the sequences, in any order; an index may occur more than once.
 
         Raises:
             TypeError, ValueError: rows are no one-dimensional list or array of integers, or out of range. A boolean
-                mask is not accepted. Traced values are not checked.
+                mask is not accepted. Values that are traced or on other devices than CPUs are not checked. Of those
+                negative ones then count from the end, and others out of range are the first or the last sequence.
         """
         index = checked_rows(rows, self.C.shape[0])
-        return self._each(lambda x: x[index])
+        return self._each(lambda x: divided(lambda x, at: x[at], axes_of(index) + axes_of(x)[1:], x, index))
 
     def scatter(self, rows: Any, states: State) -> State:
         """Return a state in which some sequences have been replaced.
@@ -86,7 +90,9 @@ class State(NamedTuple):
 
         Raises:
             TypeError, ValueError: as :meth:`gather`; or rows contain an index twice; or ``states`` is no State, or has
-                other shapes apart from the batch R, or n and m where this state has none, or the reverse.
+                other shapes apart from the batch R, or n and m where this state has none, or the reverse. Of rows
+                that are not checked, those out of range are left out, and one of the states of an index that occurs
+                twice is taken.
         """
         if not isinstance(states, State):
             raise TypeError(f"states: got {type(states).__name__}, expected tfla.jax.State")
@@ -98,7 +104,7 @@ class State(NamedTuple):
             if own is not None:
                 check_shape(f"states.{name}", given, (index.shape[0], *own.shape[1:]))
         pairs = zip(self, states, strict=True)
-        new = (None if a is None or b is None else a.at[index].set(b.astype(a.dtype)) for a, b in pairs)
+        new = (None if a is None or b is None else _written(a, index, b.astype(a.dtype)) for a, b in pairs)
         return State(*new)  # type: ignore[arg-type]
 
     def reset(self, rows: Any) -> State:
@@ -108,11 +114,16 @@ class State(NamedTuple):
             rows: (R,) integers, the indices of the sequences.
 
         Raises:
-            TypeError, ValueError: as :meth:`gather`.
+            TypeError, ValueError: as :meth:`gather`. Of rows that are not checked, those out of range are left out.
         """
         index = checked_rows(rows, self.C.shape[0])
-        return self._each(lambda x: x.at[index].set(0))
+        return self._each(lambda x: _written(x, index, jnp.zeros((), x.dtype)))
 
     def _each(self, fn: Callable[[Array], Array]) -> State:
         """Return the state of fn of each array."""
         return State(*(None if x is None else fn(x) for x in self))  # type: ignore[arg-type]
+
+
+def _written(x: Array, index: Array, new: Array) -> Array:
+    """Return x, divided over devices as it is, with new values at some indices of its first dim."""
+    return divided(lambda x, at, new: x.at[at].set(new), axes_of(x), x, index, new)

@@ -10,12 +10,16 @@ import numpy as np
 from jax import Array
 
 from tfla.jax import checks
+from tfla.jax.explicit import axes_of, divided
 from tfla.jax.inputs import acc_dtype
+from tfla.jax.rows import check_once, is_readable
 from tfla.jax.state import State
 
 
 def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
-    """Check the indices (sequences,) of rows of a pool: -1 or a row, each at most once. Traced values are not checked.
+    """Check the indices (sequences,) of rows of a pool: -1 or a row, each at most once.
+
+    The values of arrays that are traced or on other devices than CPUs are not checked: the host would wait for them.
 
     Args:
         pool: the states.
@@ -32,14 +36,12 @@ def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
         got = indices.dtype if checks.is_array(indices) else type(indices).__name__
         raise TypeError(f"state_indices: got {got}, expected an int32 or int64 array")
     checks.check_shape("state_indices", indices, (sequences,))
-    if checks.is_traced(indices):
+    if not is_readable(indices):
         return
     values, rows = np.asarray(indices), pool.C.shape[0]
     for index in values[(values < -1) | (values >= rows)][:1]:
         raise ValueError(f"state_indices: got {index}, expected -1 or from 0 to {rows - 1}, a row of the state")
-    found, counts = np.unique(values[values >= 0], return_counts=True)
-    for index in found[counts > 1][:1]:
-        raise ValueError(f"state_indices: got {index} more than once, expected each row at most once")
+    check_once("state_indices", values[values >= 0], "row at most once")
 
 
 def like(mask: Array, x: Array) -> Array:
@@ -50,23 +52,25 @@ def like(mask: Array, x: Array) -> Array:
 def read_rows(pool: State, indices: Array) -> State:
     """Return the states of the pool at indices (B,); those at -1 are zero."""
 
-    def rows(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    def rows(x: Array, at: Array) -> Array:
+        return x.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
-    return State(*map(rows, pool))  # type: ignore[arg-type]
+    found = (None if x is None else divided(rows, axes_of(indices) + axes_of(x)[1:], x, indices) for x in pool)
+    return State(*found)  # type: ignore[arg-type]
 
 
 def write_rows(pool: State, indices: Array, states: State) -> State:
-    """Return the pool with its rows at indices (B,) replaced by the states (B, ...); states at -1 are left out."""
+    """Return the pool with its rows at indices (B,) replaced by the states (B, ...); states at -1 are left out.
 
-    def rows(own: Array | None, new: Array | None) -> Array | None:
-        if own is None or new is None:
-            return own
-        return own.at[indices].set(new.astype(own.dtype), mode="drop", wrap_negative_indices=False)
+    The new pool is divided over devices as the old one, whose memory it can then have.
+    """
 
-    return State(*map(rows, pool, states))  # type: ignore[arg-type]
+    def rows(own: Array, at: Array, new: Array) -> Array:
+        return own.at[at].set(new.astype(own.dtype), mode="drop", wrap_negative_indices=False)
+
+    pairs = zip(pool, states, strict=True)
+    found = (a if a is None or b is None else divided(rows, axes_of(a), a, indices, b) for a, b in pairs)
+    return State(*found)  # type: ignore[arg-type]
 
 
 def check_without_axis(context_parallel: object) -> None:

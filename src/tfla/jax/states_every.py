@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from tfla.jax import checks
+from tfla.jax.explicit import as_state_of
 from tfla.jax.inputs import acc_dtype, vary_alike
 from tfla.jax.state import State
 from tfla.jax.state_pool import check_pool, read_rows, write_rows
@@ -76,8 +77,9 @@ def with_states_every(
     start = State.zeros(sequences, *dims, normalize=normalize) if initial_state is None else initial_state
     checks.check_state(start, sequences, q, v, normalize, "initial_state")
     start = State(*(None if x is None else jnp.asarray(x).astype(acc_dtype(q)) for x in start))  # type: ignore[arg-type]
-    start = State(*vary_alike(*start, q)[:3])
     there = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    # Scans need equal types of what they carry.
+    start = State(*(None if x is None else as_state_of(there["v"], x) for x in vary_alike(*start, q)[:3]))  # type: ignore[arg-type]
     if cu_seqlens is None:
         h, last, states = _dense(operator, there, every, start)
     else:
@@ -113,7 +115,7 @@ def _dense(operator: Operator, arrays: dict[str, Array], every: int, start: Stat
 def _packed(operator: Operator, arrays: dict[str, Array], every: int, state: State, at: np.ndarray) -> Found:
     """Compute packed sequences, of which each part has the next n steps."""
     bounds, T = [*itertools.pairwise(at.tolist())], arrays["q"].shape[1]
-    states = jax.tree.map(lambda x: jnp.zeros((T // every, *x.shape[1:]), x.dtype), state)
+    states = jax.tree.map(lambda x: as_state_of(arrays["v"], jnp.zeros((T // every, *x.shape[1:]), x.dtype)), state)
     h, taken = [], np.zeros(0, np.int64)
     for begin in range(0, max((b - a for a, b in bounds), default=0) or 1, every):
         spans = [(min(a + begin, b), min(a + begin + every, b)) for a, b in bounds]
@@ -127,6 +129,6 @@ def _packed(operator: Operator, arrays: dict[str, Array], every: int, state: Sta
         taken = np.concatenate([taken, steps])
         ended = np.array([s for s, (a, b) in enumerate(spans) if b - a == every], np.int64)
         rows = np.array([bounds[s][0] // every + begin // every for s in ended], np.int64)
-        states = jax.tree.map(lambda own, new, rows=rows, ended=ended: own.at[rows].set(new[ended]), states, state)
+        states = write_rows(states, jnp.asarray(rows), state.gather(ended))
     back = np.argsort(taken)
     return jnp.concatenate(h, 1)[:, back], state, jax.tree.map(lambda x: x[None], states)

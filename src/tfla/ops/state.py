@@ -155,7 +155,8 @@ class State(NamedTuple):
                 raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers{MASK}")
             rows = torch.tensor([int(row) for row in rows], dtype=torch.int64)
         if rows.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"rows: got dtype {rows.dtype}, expected int64{MASK * (rows.dtype == torch.bool)}")
+            mask = MASK * (rows.dtype == torch.bool)
+            raise TypeError(f"rows: got dtype {rows.dtype}, expected int32 or int64{mask}")
         if rows.dim() != 1:
             raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected one dimension")
         if rows.device.type == "cpu" and not needs_dispatcher((rows,)):
