@@ -185,6 +185,67 @@ def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
         assert error(sum(gradients), torch.zeros_like(t) if t.grad is None else t.grad) <= EXACT
 
 
+RECURRENT = [name for name in MIXERS if name != "attention"]
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nan_of_a_packed_sequence_stays_in_it(pool: Pool, mixer: str, parts: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 1, 16, 16, dtype=torch.float64, generator=draw)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 7, 9, 16])}
+    module, found = layer(mixer), []
+    for value in (0.0, torch.nan):
+        x[:, 6] = value
+        whole = x.clone().requires_grad_()
+        y, new = module(whole, **options, return_state=True)
+        after = tensors(new)
+        if parts == 1 or value == 0:
+            torch.autograd.backward(
+                [y, *differentiable(after)], [dy, *(torch.ones_like(t) for t in after if t.requires_grad)]
+            )
+            found.append((y.detach(), whole.grad, [t.detach() for t in after]))
+    if parts == 2:
+        ones = [torch.full_like(t, 1 / parts) for t in differentiable(after)]
+        each = pool.run(
+            parts, solve, mixer=mixer, x=x, dy=dy, window=None, sinks=False, rounds=False, again=False,
+            options=options, order="contiguous", lengths=(8, 8), given=False, dstate=ones,
+        )  # fmt: skip
+        h, dx = (torch.cat([part[k] for part in each], 1) for k in (0, 1))  # type: ignore[misc]
+        found += [(h, dx, part[3]) for part in each]
+    (y, dx, states), *others = found
+    for h, grad, after in others:
+        assert h[:, 6].isnan().all()
+        assert error(h[:, 7:], y[:, 7:]) <= EXACT
+        assert error(grad[:, 7:], dx[:, 7:]) <= EXACT
+        for a, b in zip(after, states, strict=True):
+            assert error(a[1:], b[1:]) <= EXACT
+
+
+def _empty(group: dist.ProcessGroup, *, mixer: str, order: str, carried: bool) -> list[tuple[int, ...]]:
+    """Return the shapes of the results of a layer for a batch without sequences."""
+    module = layer(mixer)
+    module.context_parallel = ContextParallel(group, order=order)  # type: ignore[assignment]
+    found = []
+    for starts in (None, torch.zeros(0, 8, dtype=torch.bool)):
+        x = torch.zeros(0, 8, 16, dtype=torch.float64, requires_grad=True)
+        y, state = module(x, document_start=starts, return_state=carried)
+        after = tensors(state)
+        (y.sum() + sum(t.sum() for t in after)).backward()
+        found += [y, x.grad, *after]
+    return [tuple(t.shape) for t in found]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_an_empty_batch_has_empty_results(pool: Pool, mixer: str, order: str, carried: bool) -> None:
+    x = torch.zeros(0, 16, 16, dtype=torch.float64)  # all steps
+    _, state = layer(mixer)(x, return_state=carried)
+    expected = [(0, 8, 16), (0, 8, 16), *(tuple(t.shape) for t in tensors(state))] * 2
+    assert pool.run(2, _empty, mixer=mixer, order=order, carried=carried) == [expected, expected]
+
+
 def _compiled(group: dist.ProcessGroup, *, mixer: str, order: str, rounds: bool) -> float:
     """Return the largest difference of output and gradient between a compiled layer and the layer itself."""
     with exchange_in_rounds(rounds, queries=64, keys=64):

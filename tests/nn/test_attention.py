@@ -6,12 +6,14 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tfla.nn import Attention, KeyValues, ModelConfig
+from tfla.nn.mixers.attend import attend, attend_alone
 
 WIDTH, HEADS, ROWS = 16, 4, 2
 OPTIONS = st.fixed_dictionaries(
@@ -130,3 +132,19 @@ def in_steps(layer: Attention, x: Tensor, state: KeyValues) -> Tensor:
         y, state = layer.step(x[:, t], state)
         out.append(y[:, None])
     return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [1, 5, 15, 16, 17])
+def test_infinite_queries_and_keys_whose_scores_are_nan_give_nan(keys: int, dtype: torch.dtype) -> None:
+    """A score of inf - inf or inf * 0 makes the output NaN, as in softmax; other queries are as before."""
+    q, k, v = (torch.randn(3, keys, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
+    q[0, -1, 1, :2] = torch.tensor([math.inf, -math.inf])
+    k[:, :, :, :2] = k[:, :, :, :2].abs()
+    k[2, 0, 0, 5], q[2, :, :, 5] = math.inf, 0.0  # inf * 0
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    nan = torch.zeros(3, keys, 4, dtype=torch.bool)
+    nan[0, -1, 1] = True
+    nan[2, :, :2] = True  # all queries see the first key
+    for found in (attend(q, k, v), attend_alone(q, k, v, None, None, None)):
+        assert torch.equal(found.isnan().any(-1), nan)

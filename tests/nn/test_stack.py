@@ -456,6 +456,7 @@ def test_reverse_sequences_refuses(error: str, arguments: dict[str, Any]) -> Non
         ("bidirectional: got int, expected a bool", {"bidirectional": 1}),
         ("proj_size: got 4, expected 0", {"proj_size": 4}),
         ("proj_size: got True, expected 0", {"proj_size": True}),
+        ("proj_size: got 0.0, expected 0", {"proj_size": 0.0}),
         ("qk_factor: got 0", {"qk_factor": 0}),
         ("input_gate: got 'tanh'", {"input_gate": "tanh"}),
         ("forget_gate_bias: got 3.0, expected two numbers", {"forget_gate_bias": 3.0}),

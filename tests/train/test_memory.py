@@ -102,6 +102,9 @@ def test_processes_gather_what_they_compute_with(sizes, parts, computed, embeddi
         # Two blocks are gathered beside the embeddings, whose gradients are whole with those of one block.
         assert need.gathered == size * (embeddings + 2 * block) + 4 * (embeddings + block)
         assert needed(config(), 100, True, Sharing.of(sizes, in_bfloat16), checkpointing=True).gathered == need.gathered
+        # Without reshard_after_forward all three blocks are in memory at the end of the forward.
+        kept = needed(config(), 100, True, Sharing.of(sizes, in_bfloat16, kept=True))
+        assert kept == need._replace(gathered=need.gathered + size * block)
 
 
 def test_gathered_weights_are_warned_about(monkeypatch):

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tfla.train.checkpoint import Checkpoints
 from tfla.train.logging import Metrics
 from tfla.train.loop import train
+from tfla.train.stop_signals import catch_stop_signals
 
 # The third step waits in C for a mutex that nothing unlocks, and runs no instruction of Python.
 BLOCKED = """
@@ -95,3 +98,86 @@ def test_a_second_signal_ends_in_the_way_it_did_before(tiny, monkeypatch, capsys
         for number, handler in before.items():
             signal.signal(number, handler)
     assert capsys.readouterr().err.count("stopping: this step is finished") == 1
+
+
+def test_a_signal_while_the_last_step_is_saved_ends_nothing(tiny, monkeypatch) -> None:
+    finish = Checkpoints.finish
+
+    def ask(self: Checkpoints) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        finish(self)
+
+    monkeypatch.setattr(Checkpoints, "finish", ask)
+    result = train(tiny())
+    assert (result.step, result.signal) == (8, None)
+
+
+@pytest.mark.parametrize(("processes", "later"), [(1, ""), (2, " after 5 s")])
+def test_the_line_says_when_a_second_signal_counts(processes: int, later: str) -> None:
+    lines: list[str] = []
+    with catch_stop_signals(lines.append, processes) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        _wait_for(lambda: bool(stop and lines))
+    assert lines == [f"stopping: this step is finished and saved first; a second Ctrl-C{later} ends at once"]
+
+
+def _wait_for(found: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# A terminal sends Ctrl-C to a process and to the child that it has forked.
+FORKED = """
+import os, signal, time
+from tfla.train.stop_signals import catch_stop_signals
+
+lines = []
+with catch_stop_signals(lines.append) as stop:
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    os.kill(child, signal.SIGINT)
+    time.sleep(1)
+    assert not lines and not stop
+    os.kill(os.getpid(), signal.SIGINT)
+    while not lines:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGINT)
+    time.sleep(1)
+os.kill(child, signal.SIGKILL)
+print(len(lines), stop)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_signal_of_a_forked_child_is_none_of_its_parent() -> None:
+    found = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout) == (0, "1 [2]\n"), found.stderr
+
+
+# What the second signal raises is cleaned up for longer than the process waits for it.
+CLEANED = """
+import os, signal, time
+from tfla.train.stop_signals import catch_stop_signals
+
+lines = []
+with catch_stop_signals(lines.append):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not lines:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(600)
+    finally:
+        print("begins", flush=True)
+        time.sleep(2.5)
+        print("ends", flush=True)
+"""
+
+
+def test_a_second_signal_lets_the_process_clean_up() -> None:
+    found = subprocess.run([sys.executable, "-c", CLEANED], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "begins\nends\n"
+    assert found.stderr.endswith("KeyboardInterrupt\n")

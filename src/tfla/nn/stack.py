@@ -161,7 +161,7 @@ class MLSTMStack(nn.Module):
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: got {type(flag).__name__}, expected a bool")
-        if proj_size != 0 or isinstance(proj_size, bool):
+        if proj_size != 0 or not isinstance(proj_size, int) or isinstance(proj_size, bool):
             raise ValueError(f"proj_size: got {proj_size!r}, expected 0: outputs are not projected, see hidden_size")
         if hidden_size % num_heads:
             raise ValueError(f"num_heads: got {num_heads}, expected a divisor of hidden_size, {hidden_size}")

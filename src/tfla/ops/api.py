@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla.ops import channel_gates
 from tfla.ops.channel_gates import has_channel_gates
-from tfla.ops.checks import check_flags, check_input_gate, check_scale
+from tfla.ops.checks import check_flags, check_input_gate, check_scale, is_empty_batch
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
@@ -28,7 +28,7 @@ def _attend_on_processes(request: Request, context_parallel: Group | None) -> Te
         from tfla.ops import sharded
 
         return sharded.attend(request, lambda local: _attend_on_processes(local, context_parallel))
-    if context_parallel is None:
+    if context_parallel is None or is_empty_batch(request.q, request.lengths):
         return attend(*plan(request))
     from tfla.ops.context_parallel.call import attend_part
 

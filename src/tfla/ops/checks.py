@@ -269,3 +269,8 @@ def check_in_place(
             raise ValueError(
                 f"{state_name}.{part}: got strides {t.stride()}, expected the dimensions after the first dense"
             )
+
+
+def is_empty_batch(x: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Return whether x (B, T, ...) has no sequence, so that processes that share the steps have nothing to exchange."""
+    return cu_seqlens is None and isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == 0

@@ -12,6 +12,7 @@ from tfla.backends import DELTA_BACKENDS, DeltaInputs
 from tfla.backends.base import packed_bounds
 from tfla.backends.delta import DeltaGrads, DeltaOutputs, DeltaSpec
 from tfla.ops import delta_differentiable, flops
+from tfla.ops.checks import is_empty_batch
 from tfla.ops.delta_dispatch import DeltaRequest, plan
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
@@ -91,7 +92,7 @@ def compute(
         return sharded.call_with_state(
             given, request.state, lambda local, state: compute(request._replace(**local, state=state), context_parallel)
         )
-    if context_parallel is None:
+    if context_parallel is None or is_empty_batch(request.q, request.cu_seqlens):
         return delta(*plan(request))
     from tfla.ops.context_parallel.delta_call import delta_part
 

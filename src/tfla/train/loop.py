@@ -145,7 +145,8 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) 
     _check_layout(config, model, ranks)
     device = ranks.device
     pass_tokens, bfloat16 = _pass_tokens(config, ranks), _is_bfloat16(config, device)
-    sharing = Sharing.of(ranks.sizes, config.parallel.gather_dtype == "bfloat16")
+    kept = config.parallel.reshard_after_forward is False
+    sharing = Sharing.of(ranks.sizes, config.parallel.gather_dtype == "bfloat16", kept)
     warning = check_memory(model, pass_tokens, bfloat16, device, sharing, config.activation_checkpointing)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
@@ -282,24 +283,25 @@ class _Training:
             mininterval=0.2 if sys.stderr.isatty() else 10, disable=not self.ranks.first,
         )  # fmt: skip
         stopped_by = 0
-        with bar, catch_stop_signals(notice if self.ranks.first else None, self.ranks.size) as stop:
-            while self.step < config.steps and not stopped_by:
-                loss, tokens_per_s, stopped_by = self._update(stop)
-                self.checkpoints.raise_failure()
-                if self.step % config.eval_every == 0 or self.step == config.steps:
-                    bits_per_byte = self._evaluate().bits_per_byte
-                if self.step % config.checkpoint_every == 0:
-                    saved_step = self._save()
-                shown = {"loss": f"{loss:.3f}", "tokens/s": f"{tokens_per_s:,.0f}"}
-                if bits_per_byte is not None:
-                    shown["held-out bits/byte"] = f"{bits_per_byte:.3f}"
-                bar.set_postfix(shown, refresh=False)
-                bar.update()
-                if stop and self.ranks.size == 1:
-                    stopped_by = stop[0]
-        if saved_step != self.step:
-            self._save()
-        self.checkpoints.finish()
+        with catch_stop_signals(notice if self.ranks.first else None, self.ranks.size) as stop:
+            with bar:
+                while self.step < config.steps and not stopped_by:
+                    loss, tokens_per_s, stopped_by = self._update(stop)
+                    self.checkpoints.raise_failure()
+                    if self.step % config.eval_every == 0 or self.step == config.steps:
+                        bits_per_byte = self._evaluate().bits_per_byte
+                    if self.step % config.checkpoint_every == 0:
+                        saved_step = self._save()
+                    shown = {"loss": f"{loss:.3f}", "tokens/s": f"{tokens_per_s:,.0f}"}
+                    if bits_per_byte is not None:
+                        shown["held-out bits/byte"] = f"{bits_per_byte:.3f}"
+                    bar.set_postfix(shown, refresh=False)
+                    bar.update()
+                    if stop and self.ranks.size == 1:
+                        stopped_by = stop[0]
+            if saved_step != self.step:
+                self._save()
+            self.checkpoints.finish()
         return stopped_by if self.step < config.steps else None
 
     def _update(self, stop: list[int]) -> tuple[float, float, int]:

@@ -47,13 +47,15 @@ class Sharing(NamedTuple):
     gathers: bool = False
     """Whether FSDP2 gathers the weights that a process computes with."""
     gathered_in_bfloat16: bool = False
+    kept: bool = False
+    """Whether the gathered weights of a block are kept from its forward to its backward."""
 
     @staticmethod
-    def of(sizes: dict[str, int], gathered_in_bfloat16: bool = False) -> Sharing:
+    def of(sizes: dict[str, int], gathered_in_bfloat16: bool = False, kept: bool = False) -> Sharing:
         """Return the sharing on a mesh whose dimensions have these sizes by name."""
         tp, copies = sizes.get("tp", 1), sizes.get("dp_replicate", 1)
         shards = sizes.get("dp_shard", 1) * sizes.get("cp", 1)
-        return Sharing(tp * shards, tp, shards * copies > 1, gathered_in_bfloat16)
+        return Sharing(tp * shards, tp, shards * copies > 1, gathered_in_bfloat16, kept)
 
 
 WHOLE = Sharing()
@@ -119,10 +121,13 @@ def needed(
     # Autocast keeps copies of all weights that it has cast until the end of the forward, and a backward reads them.
     casts = 2 * whole if bfloat16 and not sharing.gathered_in_bfloat16 else 0
     gathered = 0
-    if sharing.gathers:  # embeddings, the block in use and the next one; gradients of embeddings and of one block
+    if (
+        sharing.gathers
+    ):  # embeddings, the block in use and the next one or all; gradients of embeddings and of one block
         embeddings = -(-2 * config.vocab_size * config.d_model // sharing.tp)
         of_block = -(-(whole - embeddings) // config.num_blocks)
-        gathered = (2 if sharing.gathered_in_bfloat16 else FLOAT32) * (embeddings + 2 * of_block)
+        held = max(2, config.num_blocks) if sharing.kept else 2
+        gathered = (2 if sharing.gathered_in_bfloat16 else FLOAT32) * (embeddings + held * of_block)
         gathered += FLOAT32 * (embeddings + of_block)
     activations = casts + int(tokens * (blocks + ends) + at_once * logits)
     return Need(

@@ -17,7 +17,7 @@ from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 SAME_SECONDS = 5.0  # in which a signal of one of several processes is the first one again, which torchrun passes on
-GRACE_SECONDS = 1.0  # in which the second signal may raise KeyboardInterrupt, before the process ends anyway
+GRACE_SECONDS = 1.0  # in which the main thread may begin to answer the second signal, before the process ends anyway
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def catch_stop_signals(tell: Callable[[str], None] | None, processes: int = 1) -
     Args:
         tell: prints a line at the first signal; None prints nothing.
         processes: the number of processes of the run. A signal to one of several that comes once more within
-            SAME_SECONDS is the same one, sent by the terminal and by torchrun.
+            SAME_SECONDS is the same one, sent by the terminal and by torchrun, as the line then says.
     """
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -44,6 +44,8 @@ def catch_stop_signals(tell: Callable[[str], None] | None, processes: int = 1) -
         if not stop:
             stop.append(number)
         if asked.again.is_set():  # the thread has seen the second signal
+            asked.again.clear()
+            asked.answered.set()
             _run_handler(before[number], number, frame)
 
     for own in STOPPING:
@@ -65,16 +67,32 @@ def _run_handler(handler: Any, number: int, frame: Any) -> None:
     signal.raise_signal(signal.Signals(number))
 
 
+_WRITTEN: list[int] = []  # the pipes into which Python writes the signals of this process
+
+
+def _leave_pipes() -> None:
+    """Let a child, just forked, write its signals into no pipe of its parent."""
+    if _WRITTEN:
+        signal.set_wakeup_fd(-1)
+        _WRITTEN.clear()
+
+
+if hasattr(os, "register_at_fork"):  # all systems but Windows
+    os.register_at_fork(after_in_child=_leave_pipes)
+
+
 class _Asked:
     """The thread that answers stop signals while the main thread computes.
 
     Attributes:
-        again: set by the second signal.
+        again: set by a second signal until the main thread answers it.
+        answered: set once the main thread has begun to answer, or has nothing to answer any more.
     """
 
     def __init__(self, tell: Callable[[str], None] | None, processes: int) -> None:
         self.tell, self.processes, self.main = tell, processes, threading.get_ident()
-        self.again, self.ended = threading.Event(), threading.Event()
+        self.again, self.answered, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.own = 0  # the signals that this thread has sent to the main thread and not read yet
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -82,13 +100,17 @@ class _Asked:
         read, write = os.pipe()
         os.set_blocking(write, False)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        _WRITTEN.append(write)
         thread = threading.Thread(target=self._run, args=(read,), name="stop signals", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self.ended.set()
-            signal.set_wakeup_fd(before)
+            self.answered.set()
+            if write in _WRITTEN:  # not in a child
+                _WRITTEN.remove(write)
+                signal.set_wakeup_fd(before)
             os.write(write, b"\0")  # lets the thread end
             thread.join()
             os.close(read)
@@ -96,25 +118,33 @@ class _Asked:
 
     def _run(self, read: int) -> None:
         """Answer signals until the context ends."""
-        first = None
+        last = None
         while not self.ended.is_set():
             for number in os.read(read, 64):
                 if number not in STOPPING:
                     continue
                 now = time.monotonic()
-                if first is None:
-                    first = now
+                if last is None:
+                    last = now
                     if self.tell is not None:
+                        later = "" if self.processes == 1 else f" after {SAME_SECONDS:.0f} s"
                         with suppress(OSError, ValueError):  # a terminal that is closed
-                            self.tell("stopping: this step is finished and saved first; a second Ctrl-C ends at once")
-                elif not self.again.is_set() and (self.processes == 1 or now > first + SAME_SECONDS):
+                            self.tell(
+                                f"stopping: this step is finished and saved first; a second Ctrl-C{later} ends at once"
+                            )
+                elif self.own:
+                    self.own -= 1
+                elif self.processes == 1 or now > last + SAME_SECONDS:
+                    last = now
                     self._end(number)
 
     def _end(self, number: int) -> None:
         """End the process, by the handler from before the context if the main thread runs it soon."""
+        self.answered.clear()
         self.again.set()
+        self.own += 1
         signal.pthread_kill(self.main, number)  # wakes the main thread where it waits
-        if not hasattr(sys, "ps1") and not self.ended.wait(GRACE_SECONDS):
+        if not hasattr(sys, "ps1") and not self.answered.wait(GRACE_SECONDS):
             with suppress(OSError, ValueError):
                 print("tfla: stopped", file=sys.stderr, flush=True)
             os._exit(128 + number)

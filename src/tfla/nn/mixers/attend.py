@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tfla.nn.layers import recomputed
+from tfla.nn.layers import at_least_float32, recomputed
 from tfla.ops.transforms import needs_dispatcher
 
 QUERIES = 256  # queries of a block, whose mask is in memory at once
@@ -105,7 +106,7 @@ def _attend_block(
         recompute: whether the backward computes the block again.
     """
     low = 0 if window is None else max(0, offset - window + 1)
-    if first is not None and first.device.type == "cpu" and not needs_dispatcher((q,)):
+    if first is not None and first.numel() and first.device.type == "cpu" and not needs_dispatcher((q,)):
         low = max(low, int(first.min()))
     keys = slice(low, offset + q.shape[2])
     run = partial(_attend_masked, offset - low, low, window)
@@ -164,8 +165,8 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool)
 
 def _sees_nan(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Return (B, H, T) bool, whether a visible score of a query is NaN; the arguments are those of `_grouped`."""
-    of_keys = k.isnan().any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
-    nan = q.isnan().any(-1)[..., None] | of_keys  # (B, H, T, S)
+    keys = at_least_float32(k.detach()).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    nan = (at_least_float32(q.detach()) / math.sqrt(q.shape[-1]) @ keys.mT).isnan()  # (B, H, T, S)
     if mask is not None:
         nan = nan & (mask if mask.dtype == torch.bool else mask > -torch.inf)
     elif causal:

@@ -24,7 +24,7 @@ from tfla.nn.mixers.gather_steps import check_parts
 from tfla.nn.mixers.shared_convolution import SharedConvolution
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.ops.api import linear_attention
-from tfla.ops.checks import check_cu_seqlens
+from tfla.ops.checks import check_cu_seqlens, is_empty_batch
 from tfla.ops.delta import delta_rule
 from tfla.ops.delta_activations import log_gate
 from tfla.ops.delta_steps import delta_rule_step
@@ -87,7 +87,7 @@ class SequencePass(Pass):
         return_state: bool,
         states_every: StatesEvery | None = None,
     ) -> None:
-        group = mixer.context_parallel
+        group = None if is_empty_batch(x, cu_seqlens) else mixer.context_parallel
         if group is not None and cu_seqlens is not None:
             check_parts(group, x)
         self.part = None if group is None else ContextPart(group, x.shape[1])
@@ -96,7 +96,8 @@ class SequencePass(Pass):
             self.part.check_offsets(cu_seqlens, x)
             document_start = self.part.document_start(cu_seqlens, x.device)
             if state is None and not return_state:
-                cu_seqlens = None  # closed gates do the same, and the exchange of a dense batch is faster
+                # Closed gates do the same but for NaN and infinities, and the exchange of a dense batch is faster.
+                cu_seqlens = None
             else:
                 self.sequences = self.part.sequences(cu_seqlens, x)
         elif cu_seqlens is not None:

@@ -87,7 +87,12 @@ class RecurrentMixer(SequenceMixer):
         return_state: bool = False,
         states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, MixerState | None]:
-        """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence."""
+        """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence.
+
+        Where documents begin at ``document_start``, gates close, and NaN or infinities of a document reach those after
+        it. With ``cu_seqlens`` they reach no other sequence, but with ``context_parallel`` this holds only where states
+        are given or returned: other calls close gates, since the exchange is faster.
+        """
         self._check_state(state)
         run = SequencePass(self, x, state, document_start, cu_seqlens, return_state, states_every)
         mixed = self.mix(x, run)

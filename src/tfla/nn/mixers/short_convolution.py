@@ -103,9 +103,9 @@ class ShortConvolution(nn.Module):
             history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None else before.to(x.dtype)
             inputs = torch.cat([history, x], 1)[:, x.shape[1] :]
             first = documents.boundaries()
-            return inputs if first is None else inputs * (x.shape[1] + back >= first[:, -1:])[..., None]
+            return inputs if first is None else torch.where((x.shape[1] + back >= first[:, -1:])[..., None], inputs, 0)
         at = documents.offsets[1:, None] + back  # (sequences, size - 1), the tokens of the last inputs
-        inputs = x[0, at.clamp(0)] * (at >= documents.offsets[:-1, None])[..., None]
+        inputs = torch.where((at >= documents.offsets[:-1, None])[..., None], x[0, at.clamp(0)], 0)
         return after_sequences(inputs, before, documents)
 
     def carried(self, before: Tensor, documents: Documents) -> Tensor:
