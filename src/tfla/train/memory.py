@@ -121,9 +121,7 @@ def needed(
     # Autocast keeps copies of all weights that it has cast until the end of the forward, and a backward reads them.
     casts = 2 * whole if bfloat16 and not sharing.gathered_in_bfloat16 else 0
     gathered = 0
-    if (
-        sharing.gathers
-    ):  # embeddings, the block in use and the next one or all; gradients of embeddings and of one block
+    if sharing.gathers:  # embeddings and the blocks that are held; gradients of embeddings and of one block
         embeddings = -(-2 * config.vocab_size * config.d_model // sharing.tp)
         of_block = -(-(whole - embeddings) // config.num_blocks)
         held = max(2, config.num_blocks) if sharing.kept else 2
