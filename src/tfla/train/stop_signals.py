@@ -142,9 +142,14 @@ class _Asked:
         """End the process, by the handler from before the context if the main thread runs it soon."""
         self.answered.clear()
         self.again.set()
-        self.own += 1
-        signal.pthread_kill(self.main, number)  # wakes the main thread where it waits
-        if not hasattr(sys, "ps1") and not self.answered.wait(GRACE_SECONDS):
+        end = time.monotonic() + GRACE_SECONDS
+        while True:
+            self.own += 1
+            signal.pthread_kill(self.main, number)  # wakes the main thread where it waits
+            # Again, since a signal does not end a wait that begins right after it.
+            if self.answered.wait(0.1) or time.monotonic() > end:
+                break
+        if not hasattr(sys, "ps1") and not self.answered.is_set():
             with suppress(OSError, ValueError):
                 print("tfla: stopped", file=sys.stderr, flush=True)
             os._exit(128 + number)
