@@ -25,8 +25,8 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     import torch.distributed._functional_collectives as collectives
 
     # The name before PyTorch 2.13 is deprecated.
-    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-    found: Tensor = gather(x.contiguous(), dim, group)
+    run: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    found: Tensor = run(x.contiguous(), dim, group)
     return found
 
 
