@@ -158,7 +158,7 @@ BAD = {
     "order": r"order: got 'ring', allowed are 'contiguous', 'zigzag'",
     "lengths": r"lengths: got \(3, 4, 5\), expected 2 numbers of at least 1",
     "length type": r"lengths: got \(3, 4\.5\), expected ints",
-    "steps": r"q: got T = 6, expected 5, the lengths of rank 0: \(5,\)",
+    "steps": r"q: got 6, 6 steps on the 2 processes of context_parallel, expected 5, 5, by its lengths \(5, 5\)",
     "odd": r"q: got T = 5, expected an even number of steps with order 'zigzag'",
     "offsets": r"cu_seqlens: goes from 0 to 6, expected from 0 to 12, the steps of all 2 processes",
     "falling": r"cu_seqlens: got \[0, 9, 4, 12\], expected values that never fall",

@@ -129,7 +129,7 @@ class Attention(SequenceMixer):
         of cu_seqlens on the CPU. States are the same on all processes.
         """
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        check_parts(self.context_parallel, x)
+        check_parts(self.context_parallel, x, cu_seqlens)
         shared = SharedSteps(self.context_parallel, x.shape[1])
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))

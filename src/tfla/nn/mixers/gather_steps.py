@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.nn.mixers.spans import Spans
-from tfla.ops.context_parallel.exchange import gather
+from tfla.ops.context_parallel import parts
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.transforms import needs_dispatcher
 
@@ -30,45 +30,20 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     return found
 
 
-_CHECKED: set[str] = set()  # the groups whose parts on GPUs have been checked
-
-
-def check_parts(group: Any, x: Tensor) -> None:
-    """Raise, on every process, unless all have the numbers of steps by which a sequence is divided among them.
-
-    On CPUs this is one more collective of each call. On GPUs the host would have to wait for it, so that only the first
-    call of a group is checked, and under torch.compile none is.
+def check_parts(group: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+    """Run :func:`tfla.ops.context_parallel.parts.check_parts` on x (B, T, ...), but not under torch.compile.
 
     Args:
         group: the argument `context_parallel` of :func:`tfla.mlstm`. Without lengths all parts are equal.
         x: (B, T, ...), this process's part.
+        cu_seqlens: the offsets of packed sequences.
 
     Raises:
-        ValueError: a process has another number of steps.
+        ValueError: a process has another number of steps or other offsets. All processes raise it.
     """
     placement, name = context_parallel_of(group)
-    on_cpu = x.device.type == "cpu"
-    if torch.compiler.is_compiling() or needs_dispatcher((x,)) or (name in _CHECKED and not on_cpu):
-        return
-    if not on_cpu and torch.cuda.is_current_stream_capturing():
-        return
-    steps = torch.tensor([x.shape[1]], device=x.device)
-    found = gather(steps, name, placement.size).flatten().tolist()
-    lengths = placement.lengths
-    expected = [max(found)] * placement.size
-    if lengths:
-        expected = [sum(lengths[p] for p in placement.positions_of(rank)) for rank in range(placement.size)]
-    if found == expected:
-        _CHECKED.add(name)
-        return
-    got = f"x: got {', '.join(map(str, found))} steps on the {placement.size} processes of context_parallel"
-    if lengths:
-        raise ValueError(f"{got}, expected {', '.join(map(str, expected))}, by its lengths {lengths}")
-    told = tuple(found) if placement.spans_here == 1 else f"those of all {placement.spans} spans in the order of time"
-    raise ValueError(
-        f"{got}, expected as many on each: for parts of other sizes pass "
-        f"tfla.distributed.ContextParallel(group, order={placement.order!r}, lengths=...), here {told}"
-    )
+    if not torch.compiler.is_compiling() and not needs_dispatcher((x, cu_seqlens)):
+        parts.check_parts(placement, name, x, cu_seqlens, name="x", equal=True)
 
 
 class SharedSteps:

@@ -89,7 +89,7 @@ class SequencePass(Pass):
     ) -> None:
         group = None if is_empty_batch(x, cu_seqlens) else mixer.context_parallel
         if group is not None and cu_seqlens is not None:
-            check_parts(group, x)
+            check_parts(group, x, cu_seqlens)
         self.part = None if group is None else ContextPart(group, x.shape[1])
         self.sequences: Documents | None = None  # where processes share the steps, those of states
         if self.part is not None and cu_seqlens is not None:

@@ -14,6 +14,7 @@ from tfla.ops import checks
 from tfla.ops.context_parallel.cuts import Cut, Placement
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.local import Call, Shape
+from tfla.ops.context_parallel.parts import check_parts
 from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_of
 from tfla.ops.dispatch import Request, backend_inputs, call_signature, check, choose, spec_of, with_log_gates
 from tfla.ops.gates import clamp
@@ -85,6 +86,7 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
     found = None if signature is None else _PLANS.get(signature)
     if found is not None:
         x, call = backend_inputs(request, found.convert), found.call
+        check_parts(placement, group, x.q, cu_seqlens)
         h, *final = attend_eagerly(_with_gates(x, request, BACKENDS[call.backend]), call)
         return _result(request, h, final)
     x = check(request._replace(lengths=None, state=None))
@@ -101,6 +103,7 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
     cut: Cut | None = None
     local = x._replace(C=None, n=None, m=None, cu_seqlens=None)  # a traced call chooses by the shapes of its arguments
     if not traced:
+        check_parts(placement, group, x.q, cu_seqlens)
         cut = cut_of(placement, x.q.shape[1], cu_seqlens)
         local = _as_the_backend_reads(x, cut)
     backend, kernel, chunk_size = choose(local, request.normalize, request.backend, request.kernel, request.chunk_size)

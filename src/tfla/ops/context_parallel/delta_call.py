@@ -13,6 +13,7 @@ from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_tr
 from tfla.ops.context_parallel.delta_states import PER_STEP
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.local import DeltaCall, Shape
+from tfla.ops.context_parallel.parts import check_parts
 from tfla.ops.context_parallel.registration import cut_of
 from tfla.ops.delta_dispatch import DeltaRequest, activated_inputs, check, choose, spec_of
 from tfla.ops.state import State
@@ -65,9 +66,12 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
         checks.check_state(request.state, sequences, request.q, request.v, False, "initial_state")
         x = x._replace(C=request.state.C)
     traced = needs_dispatcher((*x[:-1], cu_seqlens))
+    of_steps = context_parallel_of(context_parallel)[0]
+    if not traced:
+        check_parts(of_steps, group, x.q, cu_seqlens, writes=writes)
     if writes > 1:
         offsets = None if cu_seqlens is None else cu_seqlens // writes
-        _check_steps(context_parallel_of(context_parallel)[0], x.q.shape[1] // writes, offsets, traced)
+        _check_steps(of_steps, x.q.shape[1] // writes, offsets, traced)
     cut = None if traced else cut_of(placement, x.q.shape[1], cu_seqlens)
     # A traced call chooses by the shapes of its arguments.
     local = x._replace(C=None) if cut is None else _as_the_backend_reads(x, cut)

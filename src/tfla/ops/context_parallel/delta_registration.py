@@ -21,7 +21,7 @@ from tfla.ops.context_parallel.cuts import Placement
 from tfla.ops.context_parallel.delta_operator import Results, Saved, backward, forward
 from tfla.ops.context_parallel.delta_states import PER_STEP
 from tfla.ops.context_parallel.local import DeltaCall, Shape
-from tfla.ops.context_parallel.registration import cut_as_traced, distinct
+from tfla.ops.context_parallel.registration import check_placed, cut_as_traced, distinct
 from tfla.ops.context_parallel.transitions import transition_shape
 from tfla.ops.schema import argument
 
@@ -107,6 +107,7 @@ for _name, _further, _results in (
 @torch._disable_dynamo
 def _(*args: Any) -> tuple[Tensor, ...]:
     x = DeltaInputs(*args[:NUM_INPUTS])
+    check_placed(x, args[NUM_INPUTS : NUM_INPUTS + NUM_PLACED])
     found = _forward(x, _call(x, args[NUM_INPUTS:], read=True))
     return distinct((found.h, found.C, *found.saved), x.q.new_empty(0, dtype=x.acc_dtype))
 

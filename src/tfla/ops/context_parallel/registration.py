@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla.backends import BACKENDS, Inputs
+from tfla.backends import BACKENDS, DeltaInputs, Inputs
 from tfla.backends.base import Spec
 from tfla.ops.context_parallel.cuts import Cut, Placement, cut_dense, cut_packed
 from tfla.ops.context_parallel.operator import Call, Saved, Shape, backward, forward
+from tfla.ops.context_parallel.parts import check_parts
 
 NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
 
@@ -104,6 +105,12 @@ def _call(x: Inputs, options: tuple[Any, ...], read: bool) -> Call:
     return Call(cut, placement, group, backend, spec, fragments)
 
 
+def check_placed(x: Inputs | DeltaInputs, placed: tuple[Any, ...]) -> None:
+    """Check the parts of a traced call when it runs, from the options that say where it runs."""
+    _, rank, size, order, lengths, group = placed
+    check_parts(Placement(rank, size, order, tuple(lengths)), group, x.q, x.cu_seqlens)
+
+
 def distinct(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Return tensors of which no two are the same and none is a view or None, as PyTorch asks of an operator."""
     found: list[Tensor] = []
@@ -131,6 +138,7 @@ torch.library.define(
 @torch._disable_dynamo
 def _(*args: Any) -> tuple[Tensor, ...]:
     x = Inputs(*args[:NUM_INPUTS])
+    check_placed(x, args[NUM_INPUTS + NUM_SPEC :])
     found = forward(_without_offsets(x), _call(x, args[NUM_INPUTS:], read=True))
     return distinct((*found[:4], *found.saved), x.q.new_empty(0, dtype=x.acc_dtype))
 
