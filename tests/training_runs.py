@@ -52,12 +52,13 @@ def make_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     return TrainConfig(**fields | changes)
 
 
-def copy_run(source: Path, target: Path, step: int) -> None:
-    """Copy a run as it was after a step."""
+def copy_run(source: Path, target: Path, step: int) -> Path:
+    """Copy a run as it was after a step, and return the folder."""
     shutil.copytree(source, target)
     for path in (target / "checkpoints").iterdir():
         if int(path.name[-8:]) > step:
             shutil.rmtree(path)
+    return target
 
 
 def run_jobs(count: int, jobs: list[Job], folder: Path) -> None:

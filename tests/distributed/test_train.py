@@ -12,6 +12,7 @@ from training_runs import Job, copy_run, curve, make_config, run_jobs, weights, 
 
 import tfla.distributed
 from tfla._util.errors import UserError
+from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import latest_checkpoint
 from tfla.train.config import GenerateConfig, Model, Optim, Parallel
@@ -35,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_texts(folder)
     one = make_config(folder, "one", threads=1)
     train(one)
-    fsdp = make_config(folder, "fsdp", threads=1)
+    fsdp = make_config(folder, "fsdp", threads=1, parallel=Parallel(dp_shard=PROCESSES))
     mixed = replace(make_config(folder, "mixed-one", threads=1), model=MIXED)
     train(mixed)
     four = [
@@ -116,6 +117,48 @@ def test_one_process_continues_a_run_of_four(runs: Path) -> None:
     for key, values in curve(runs / "one").items():
         assert curve(runs / "tp-one")[key] == pytest.approx(values, rel=1e-4), key
     assert (runs / "tp-one" / "checkpoints" / "step-00000006" / "model.safetensors").is_file()
+
+
+def test_the_command_continues_a_run_on_as_many_processes_as_there_are(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy_run(runs / "fsdp", runs / "fsdp-command", 2)
+    assert main(["train", "--run", str(runs / "fsdp-command")]) == 0
+    assert "parallel.dp_shard: None from here on, 4 before" in capsys.readouterr().err
+    for key, values in curve(runs / "one").items():
+        assert curve(runs / "fsdp-command")[key] == pytest.approx(values, rel=1e-4), key
+
+
+def test_the_command_names_the_sizes_of_a_run_that_do_not_fit(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["train", "--run", str(copy_run(runs / "fsdp-cp-tp", runs / "fsdp-cp-tp-command", 4))]
+    assert main(run) == 1
+    error = capsys.readouterr().err
+    assert "torchrun --nproc-per-node 4 -m tfla train; the run so far had cp 2 and tp 2, to continue without: " in error
+    assert error.endswith("without: --parallel.cp 1 --parallel.tp 1\n")
+    assert main([*run, "--parallel.cp", "1", "--parallel.tp=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "given", "expected"),
+    [
+        (Parallel(dp_shard=4), 4, set(), Parallel(dp_shard=4)),
+        (Parallel(dp_shard=4), 3, set(), Parallel()),
+        (Parallel(dp_shard=4, cp=2), 4, {"cp"}, Parallel(cp=2)),
+        (Parallel(dp_replicate=2, dp_shard=4), 2, set(), Parallel(dp_replicate=2)),
+        (Parallel(dp_shard=4), 3, {"dp_shard"}, "parallel: got dp_shard 4, expected a product of 3, the number of pr"),
+        (Parallel(tp=2), 3, {"tp"}, "parallel: got tp 2, expected a divisor of 3, the number of processes$"),
+        (Parallel(dp_shard=2, dp_replicate=2), 3, set(), "got dp_replicate 2, expected .*: --parallel.dp-replicate 1$"),
+        (Parallel(dp_shard=2, cp=2), 2, {"dp_shard"}, "got dp_shard 2 x cp 2, expected a product .*: --parallel.cp 1$"),
+    ],
+)
+def test_layouts_of_runs_that_continue(
+    layout: Parallel, processes: int, given: set[str], expected: Parallel | str
+) -> None:
+    if isinstance(expected, Parallel):
+        assert layout.resumed(processes, given) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            layout.resumed(processes, given)
 
 
 def test_a_checkpoint_of_four_processes_is_read_on_one_device(runs: Path, tmp_path: Path) -> None:

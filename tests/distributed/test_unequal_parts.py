@@ -90,7 +90,7 @@ def test_compiled_packed_parts_without_lengths(pool: Pool, operator: str) -> Non
     ("parts", "options", "offsets", "message"),
     [
         ((4, 5), {"order": "zigzag"}, None, "q: got 4, 5 steps .*, expected even numbers with order 'zigzag'"),
-        ((4, 6), {"order": "zigzag"}, (0, 10), "q: got 4, 6 steps .* here those of all 4 spans in order of time$"),
+        ((4, 6), {"order": "zigzag"}, (0, 10), "q: got 4, 6 steps .* here those of all 4 spans in the order of time$"),
         ((4, 5), {"lengths": (4, 6)}, None, r"q: got 4, 5 steps .*, expected 4, 6, by its lengths \(4, 6\)$"),
         ((4, 5), {"lengths": (4, 6)}, (0, 9), r"q: got 4, 5 steps .*, expected 4, 6, by its lengths \(4, 6\)$"),
     ],

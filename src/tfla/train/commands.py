@@ -29,12 +29,18 @@ def _with_values(args: Sequence[str]) -> list[str]:
     return found
 
 
+def _given_sizes(args: Sequence[str]) -> set[str]:
+    """Return the names of the sizes of the layout that are among the arguments."""
+    sizes = (re.match(r"--parallel\.(dp[-_]replicate|dp[-_]shard|cp|tp)(=|$)", word) for word in args)
+    return {size[1].replace("-", "_") for size in sizes if size is not None}
+
+
 def train(args: Sequence[str]) -> int:
     """Run ``tfla train``; the defaults are the options of the run, or of the model that a new run starts from."""
     from tfla.train.initial import saved_options
     from tfla.train.logging import read_metrics
     from tfla.train.loop import train as train_run
-    from tfla.train.ranks import end_process_of_group
+    from tfla.train.ranks import end_process_of_group, number_of_processes
     from tfla.train.run_folder import CURVES_FILE, read_run_config
 
     args = _with_values([re.sub(r"^--run[-_]folder(?==|$)", "--run", word) for word in args])
@@ -42,12 +48,17 @@ def train(args: Sequence[str]) -> int:
     run_options.add_argument("--run", type=Path, default=TrainConfig.run)
     run_options.add_argument("--init-from", "--init_from", type=Path)
     given = run_options.parse_known_args(args)[0]
-    defaults = read_run_config(given.run)
-    if defaults is None:
+    saved = read_run_config(given.run)
+    if saved is not None:
+        defaults = saved
+    else:
         model, data = (Model(), Data()) if given.init_from is None else saved_options(given.init_from)
         defaults = TrainConfig(model=model, data=data)
     defaults = dataclasses.replace(defaults, run=given.run)
     config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=defaults)
+    if saved is not None:
+        layout = config.parallel.resumed(number_of_processes(), _given_sizes(args))
+        config = dataclasses.replace(config, parallel=layout)
     try:
         trained = train_run(config)
     except (UserError, SystemExit) as error:

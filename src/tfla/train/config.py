@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -248,6 +250,33 @@ class Parallel:
             some = "a divisor of" if self.dp_shard is None else "a product of"
             raise UserError(f"parallel: got {text}, expected {some} {processes}, the number of processes")
         return {name: processes // product if value is None else value for name, value in given.items()}
+
+    def resumed(self, processes: int, given: Collection[str]) -> Parallel:
+        """Return this layout of a run for its continuation, perhaps on another number of processes.
+
+        Where it does not fit these, dp_shard is all that are left.
+
+        Args:
+            processes: the number of processes.
+            given: the sizes that are given now; the others are those of the run so far.
+
+        Raises:
+            UserError: another size does not fit. The message says by which option it is changed.
+        """
+        left = self if "dp_shard" in given else dataclasses.replace(self, dp_shard=None)
+        with suppress(UserError):
+            self.sizes(processes)
+            return self
+        try:
+            left.sizes(processes)
+        except UserError as error:
+            kept = [n for n in ("dp_replicate", "cp", "tp") if n not in given and getattr(self, n) != 1]
+            if not kept:
+                raise
+            so_far = " and ".join(f"{name} {getattr(self, name)}" for name in kept)
+            options = " ".join(f"--parallel.{name.replace('_', '-')} 1" for name in kept)
+            raise UserError(f"{error}; the run so far had {so_far}, to continue without: {options}") from error
+        return left
 
 
 @dataclass(frozen=True)

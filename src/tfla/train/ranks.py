@@ -235,6 +235,11 @@ def launched_by_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def number_of_processes() -> int:
+    """Return the number of processes of the run that this one belongs to."""
+    return int(os.environ["WORLD_SIZE"]) if launched_by_torchrun() else 1
+
+
 @contextmanager
 def join_ranks(parallel: Parallel, device: torch.device) -> Iterator[Ranks]:
     """Connect the processes that torchrun has started, and yield them; end them together.
@@ -246,7 +251,7 @@ def join_ranks(parallel: Parallel, device: torch.device) -> Iterator[Ranks]:
     Raises:
         UserError: the sizes do not fit the number of processes, a machine has too few GPUs, or another process fails.
     """
-    size = int(os.environ["WORLD_SIZE"]) if launched_by_torchrun() else 1
+    size = number_of_processes()
     sizes = parallel.sizes(size)
     if size == 1:
         yield Ranks(device=device)

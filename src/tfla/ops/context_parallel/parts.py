@@ -78,7 +78,7 @@ def _check_steps(placement: Placement, found: list[int], name: str, equal: bool)
         if found != expected:
             raise ValueError(f"{got} {', '.join(map(str, expected))}, by its lengths {lengths}")
     elif equal and len(set(found)) > 1:
-        told = tuple(found) if placement.order != ZIGZAG else f"those of all {placement.spans} spans in order of time"
+        told = tuple(found) if placement.order != ZIGZAG else f"those of all {placement.spans} spans in the order of time"
         raise ValueError(
             f"{got} as many on each: for parts of other sizes pass "
             f"tfla.distributed.ContextParallel(group, order={placement.order!r}, lengths=...), here {told}"
