@@ -78,7 +78,8 @@ def _check_steps(placement: Placement, found: list[int], name: str, equal: bool)
         if found != expected:
             raise ValueError(f"{got} {', '.join(map(str, expected))}, by its lengths {lengths}")
     elif equal and len(set(found)) > 1:
-        told = tuple(found) if placement.order != ZIGZAG else f"those of all {placement.spans} spans in the order of time"
+        of_all = f"those of all {placement.spans} spans in the order of time"
+        told = of_all if placement.order == ZIGZAG else tuple(found)
         raise ValueError(
             f"{got} as many on each: for parts of other sizes pass "
             f"tfla.distributed.ContextParallel(group, order={placement.order!r}, lengths=...), here {told}"
