@@ -17,7 +17,7 @@ H, K, V, CHUNK = 2, 64, 64, 1024
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that were alive at once, beside those of the given tensors."""
+    """The most bytes that were alive at once on the CPU, beside those of the given tensors."""
 
     def __init__(self, *given: torch.Tensor | None) -> None:
         super().__init__()
@@ -41,8 +41,20 @@ class PeakBytes(TorchDispatchMode):
         self.alive -= size
 
 
+class PeakBytesCUDA:
+    """The most bytes that were allocated at once on the GPU beside those before; launches that are replayed count."""
+
+    def __enter__(self) -> PeakBytesCUDA:
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated() - self.before
+
+
 def extra_bytes(implementation: Implementation, T: int) -> int:
-    """Peak of forward and backward, less h and the gradients."""
+    """Return the peak of a forward and a backward, less h and the gradients."""
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(1, T, H, *shape, device=implementation.device)
@@ -51,9 +63,15 @@ def extra_bytes(implementation: Implementation, T: int) -> int:
     spec = Spec(0.1, True, True, CHUNK, implementation.kernel, True, False)
     backend = BACKENDS[implementation.backend]
     dh = draw(V)
-    with PeakBytes(*x, dh) as memory:
+
+    def both() -> tuple[Any, Any]:
         out = backend.forward(x, spec)
-        grads = backend.backward(x, out, dh, None, None, spec)
+        return out, backend.backward(x, out, dh, None, None, spec)
+
+    if x.q.is_cuda:
+        both()  # what is kept between calls is not of a call
+    with PeakBytesCUDA() if x.q.is_cuda else PeakBytes(*x, dh) as memory:
+        out, grads = both()
     returned = (out.h, grads.q, grads.k, grads.v, grads.log_i, grads.log_f)
     return memory.peak - sum(t.numel() * t.element_size() for t in returned)
 

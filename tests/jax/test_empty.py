@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import INTERPRETED
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -50,7 +51,7 @@ def inner_maps(jaxpr: Any) -> Iterator[Any]:
             yield from inner_maps(inner)
 
 
-def check(rule: str, backend: str, divided: bool, states: bool, packed: bool) -> None:
+def check(rule: str, backend: str, divided: bool, states: bool, packed: bool, dtype: Any = jnp.float32) -> None:
     """Check what goes into and out of the forward and the backward of an operator in a `shard_map`.
 
     Args:
@@ -59,11 +60,12 @@ def check(rule: str, backend: str, divided: bool, states: bool, packed: bool) ->
         divided: whether each sequence is divided over the devices.
         states: whether there are an initial and a final state.
         packed: whether there are two packed sequences, of each device where they are not divided.
+        dtype: the dtype of q, k and v.
     """
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     shape = (1, 2 * T, 2) if divided or packed else (2, T, 2)
     part = P(None, "x") if divided or packed else P("x")
-    x = *[jnp.ones((*shape, 16), jnp.float32)] * 3, *[jnp.ones(shape, jnp.float32)] * 2
+    x = *[jnp.ones((*shape, 16), dtype)] * 3, *[jnp.ones(shape, jnp.float32)] * 2
     state = tfla.jax.State.zeros(1 + packed, 2, 16, 16, normalize=rule in ("exp", "normalized")) if states else None
     options: dict[str, Any] = {"backend": backend, "chunk_size": 32}
     if divided:
@@ -104,4 +106,4 @@ def test_kernels(rule: str, divided: bool, states: bool, packed: bool, monkeypat
 @of_kernels
 def test_kernels_of_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     with plans_run(monkeypatch):
-        check("delta", "triton", False, False, False)
+        check("delta", "triton", False, False, False, jnp.float32 if INTERPRETED else jnp.bfloat16)
