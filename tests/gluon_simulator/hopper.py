@@ -16,7 +16,9 @@ from tfla._util import caching
 HOPPER = "tfla.backends.hopper"
 KERNELS = {
     name: f"{name}_kernel"
-    for name in ("o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv", "delta_dq_dk")
+    for name in (
+        "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv", "delta_dv_dk", "delta_dq_dk",
+    )
 }
 SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",

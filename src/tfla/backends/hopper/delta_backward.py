@@ -1,8 +1,10 @@
-"""The launches of the backward of the delta rule on Hopper: dv by `delta_dv_kernel`, dq and dk by `delta_dq_dk_kernel`.
+"""The launches of the backward of the delta rule on Hopper.
+
+dv and what writing adds to dk are by `delta_dv_dk_kernel`, dq and the rest of dk by `delta_dq_dk_kernel`.
 
 Given the prediction errors E and dv, the rest is the backward of linear attention that writes beta E and has two
 readers of the state (docs/delta-rule.md): queries with the cotangent dh, and the keys with the cotangent -dv. Where dhv
-is above 128, dq and dk come from `dq_dk_kernel`, which has one reader.
+is above 128, dv comes from `delta_dv_kernel`, and dq and dk from `dq_dk_kernel`, which has one reader.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results,
 from tfla.backends.gpu.checkpoints import checkpoint_shape
 from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.hopper import delta_dq_dk, delta_dv, dq_dk, dq_dk_launch, host, scheduler
+from tfla.backends.hopper import delta_dq_dk, delta_dv, delta_dv_dk, dq_dk, dq_dk_launch, host, scheduler
 from tfla.backends.hopper.gate_warp import LOADED, GateVectors
 from tfla.backends.triton import delta
 from tfla.backends.triton.delta import DeltaContext
@@ -45,11 +47,9 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dv)))
     base, gates = ctx.base, ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
-    # dv, (D10) to (D13).
-    dbeta, do_e = delta_dv.launch(ctx, gates, X, E, dh, dv, dC, dC0)
-    # dq and dk, (D14) to (D16), and what dlog_f, (D17), is made of.
+    # dv, (D10) to (D13), dq and dk, (D14) to (D16), and what dlog_f, (D17), is made of.
     scan = by_each_reader if base.V > host.STATE_ROWS else by_both_readers
-    dq, dk, pairs = scan(ctx, gates, do_e, E, dh, dv, C, dC, dC0)
+    dq, dk, dbeta, pairs = scan(ctx, gates, X, E, dh, dv, C, dC, dC0)
     df = None if pairs is None else delta.gate_gradient(ctx, gates, *pairs, dC)
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta if x.beta is not None else None, df, None, None, None, dC0)
@@ -66,29 +66,26 @@ class PairSums(NamedTuple):
 
 
 def by_both_readers(
-    ctx: DeltaContext, gates: Tensor, do_e: Tensor, E: Tensor, dh: Tensor, dv: Tensor, C: Tensor | None,
+    ctx: DeltaContext, gates: Tensor, X: Tensor, E: Tensor, dh: Tensor, dv: Tensor, C: Tensor | None,
     dC: Tensor | None, dC0: Tensor | None,
-) -> tuple[Tensor, Tensor, PairSums | None]:  # fmt: skip
-    """Launch a scan with time and one against it, each for both readers, where dhv is at most 128.
+) -> tuple[Tensor, Tensor, Tensor, PairSums | None]:  # fmt: skip
+    """Launch a scan against time and one with it, each for both readers, where dhv is at most 128.
 
     Args:
         ctx: The context of the call, with the schedule of packed sequences.
         gates: The gate vectors, or any tensor where there are no gates.
-        do_e: do . E, (B, T, H).
-        E, dh, dv: See `backward`; dv is given.
+        X, E, dh: See `backward`.
+        dv: Output, (B, T, H, dhv).
         C: The initial states, (N, H, dqk, dhv), or None for zeros.
         dC: The cotangents of the final states, or None.
-        dC0: The cotangents of the initial states, or None.
+        dC0: Output for the cotangents of the initial states, or None.
 
     Returns:
-        dq and dk, (B, T, Hq, dqk), and with gates what their gradient is made of.
+        dq and dk, (B, T, Hq, dqk), dbeta, (B, T, H), and with gates what their gradient is made of.
     """
     base, rows = ctx.base, host.STATE_ROWS
     shape, dtype = (base.B, base.T, base.H), ctx.x.q.dtype
-    dq, dr = base.new(*shape, base.K, dtype=dtype), base.new(*shape, rows, dtype=dtype)
-    # A tile of dk overwrites that of dr, which it contains.
-    dk = base.new(*shape, base.K, dtype=dtype) if ctx.x.q.shape[3] < rows else dr
-    sequences.clear(base, dq, dk)
+    dk_w = base.new(*shape, rows, dtype=dtype)
     checkpoints = base.new(*(checkpoint_shape(replace(base, K=rows, V=rows)) if ctx.gated else (0,)), dtype=dtype)
     sums = delta_dq_dk.Sums(
         reads=base.new(1, base.H, base.tiles, 1, base.L),
@@ -96,25 +93,31 @@ def by_both_readers(
         checkpoints=checkpoints,
         dots=base.new(checkpoints.shape[0] * base.H, host.CONSUMER_WARPS),
     )
-    by_starts = delta.new_starts(ctx, base, 1)
-    operands = ctx, gates, E, dh, dv, do_e
-    delta_dq_dk.launch(*operands, dq, dr, sums, reverse=False, initial=C)
-    delta_dq_dk.launch(*operands, dk, dr, sums, reverse=True, initial=dC, final=by_starts[0] if by_starts else None)
+    dbeta, do_e = delta_dv_dk.launch(
+        ctx, gates, X, E, dh, dv, dk_w, sums.pairs, checkpoints, final=dC, initial=dC0
+    )  # fmt: skip
+    dq = base.new(*shape, base.K, dtype=dtype)
+    # A tile of dk overwrites that of dk_w, which it contains.
+    dk = base.new(*shape, base.K, dtype=dtype) if ctx.x.q.shape[3] < rows else dk_w
+    sequences.clear(base, dq, dk)
+    delta_dq_dk.launch(ctx, gates, E, dh, dv, do_e, dq, dk, dk_w, sums, initial=C)
     pairs = None
     if ctx.x.log_f is not None:
-        pairs = PairSums(sums.reads, sums.pairs, sums.dots, delta.start_dots(base, gates, C, dC0, by_starts))
-    return reductions.launch(base, dq, base.group), reductions.launch(base, dk, base.group), pairs
+        pairs = PairSums(sums.reads, sums.pairs, sums.dots, delta.start_dots(base, gates, C, dC0, ()))
+    return reductions.launch(base, dq, base.group), reductions.launch(base, dk, base.group), dbeta, pairs
 
 
 def by_each_reader(
-    ctx: DeltaContext, gates: Tensor, do_e: Tensor, E: Tensor, dh: Tensor, dv: Tensor, C: Tensor | None,
+    ctx: DeltaContext, gates: Tensor, X: Tensor, E: Tensor, dh: Tensor, dv: Tensor, C: Tensor | None,
     dC: Tensor | None, dC0: Tensor | None,
-) -> tuple[Tensor, Tensor, PairSums | None]:  # fmt: skip
-    """Launch four scans, one for each reader in each direction, like `by_both_readers`, for wider heads.
+) -> tuple[Tensor, Tensor, Tensor, PairSums | None]:  # fmt: skip
+    """Launch the scan for dv and four scans, one for each reader in each direction, like `by_both_readers`, for wider
+    heads.
 
     dk is the sum of dr and of what both readers contribute, added up in float32, over dr.
     """
     x, base = ctx.x, ctx.base
+    dbeta, do_e = delta_dv.launch(ctx, gates, X, E, dh, dv, dC, dC0)
     shape = base.B, base.T, base.H, base.K
     dq, by_queries, by_keys = (base.new(*shape, dtype=x.q.dtype) for _ in range(3))
     scans = new_scans(ctx, gates, do_e, C, dC)
@@ -131,7 +134,7 @@ def by_each_reader(
         starts = delta.start_dots(scans.base, gates, scans.C, dC0, ())
         pairs = PairSums(*scans.sums, scans.dots, starts)
     dk = reductions.launch_three_parts(base, (dr, by_queries, by_keys), base.group)
-    return reductions.launch(base, dq, base.group), dk, pairs
+    return reductions.launch(base, dq, base.group), dk, dbeta, pairs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,16 @@ DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times 
 GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
 SUMS_OF_PAIRS = gl.constexpr(4)  # the same, apart for pairs of steps of different tiles and of one tile, (B7)
 DOTS_WITH_E = gl.constexpr(5)  # do . E and Z . E of the delta rule, the latter dbeta
-SUMS_OF_READERS = gl.constexpr(6)  # of both readers of the delta rule: with time what steps read, and pairs of a tile
+SUMS_OF_READERS = gl.constexpr(6)  # of both readers of the delta rule: what steps read, and pairs of a tile
+DOTS_AND_WRITES = gl.constexpr(7)  # do . E and Z . E, and with gates what later tiles read of each step
 
-# The parts of SUMS_OF_READERS, (L) each: what steps read or what is read of them, by warps of consumers; with time then
-# the rows of W by consumers and its columns by warps, half of them each.
+# The parts of SUMS_OF_READERS, (L) each: what steps read, by warps of consumers, the rows of W by consumers, and its
+# columns by warps, half of them each.
 READ_PARTS = gl.constexpr(8)
 ROW_PARTS = gl.constexpr(2)
+# The parts of DOTS_AND_WRITES, (L) each: Z . E by warps of consumers, what is read of steps by consumers, and do . E.
+DOT_PARTS = gl.constexpr(8)
+WRITE_PARTS = gl.constexpr(2)
 
 
 class StoreWarpConfig(NamedTuple):
@@ -39,7 +43,8 @@ class StoreWarpConfig(NamedTuple):
     STAGES: Any
     REVERSE: Any  # whether the scan goes against time
     IS_SEGMENTED: Any
-    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS, GATE_SUMS, SUMS_OF_PAIRS, DOTS_WITH_E or SUMS_OF_READERS
+    RESULT: Any  # NO_RESULT or one of the others above
+    GATED: Any = True  # whether DOTS_AND_WRITES has writes
 
 
 @gluon.constexpr_function
@@ -55,9 +60,9 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
     Args:
         results: What the consumers leave, (STAGES, parts L), float32 in shared memory; the parts are to be added up.
         out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E,
-            (programs of a head, B, T, H).
+            (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
-            with SUMS_OF_PAIRS and SUMS_OF_READERS the output for sums of pairs of one tile, (programs, H, tiles,
+            with SUMS_OF_PAIRS, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs of one tile, (programs, H, tiles,
             PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
@@ -127,7 +132,10 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     tiles = (steps + L - 1) // L
     two_sums: gl.constexpr = config.RESULT == SUMS_OF_PAIRS or config.RESULT == DOTS_WITH_E
     parts: gl.constexpr = result.shape[0] // L // (2 if two_sums else 1)
-    x = add_parts(result, 0, READ_PARTS if config.RESULT == SUMS_OF_READERS else parts, r)  # (L)
+    if config.RESULT == SUMS_OF_READERS:
+        x = add_parts(result, 0, READ_PARTS, r)  # (L)
+    else:
+        x = add_parts(result, 0, DOT_PARTS if config.RESULT == DOTS_AND_WRITES else parts, r)
     tile = tiles - 1 - i if config.REVERSE else i
     if config.RESULT == DENOMINATORS:
         t = tile * L + r
@@ -139,6 +147,15 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         at = (gl.program_id(1) * tokens + b.to(gl.int64) * T + start + t) * H + h
         gl.store(out + at, x, mask=t < steps)
         gl.store(gate_vectors + at, add_parts(result, parts, parts, r), mask=t < steps)
+    elif config.RESULT == DOTS_AND_WRITES:
+        t = tile * L + r
+        at = (b.to(gl.int64) * T + start + t) * H + h
+        do_e, dbeta = out
+        gl.store(dbeta + at, x, mask=t < steps)
+        gl.store(do_e + at, add_parts(result, DOT_PARTS + WRITE_PARTS, 1, r), mask=t < steps)
+        if config.GATED:
+            of_tile = gate_vectors + (h.to(gl.int64) * tiles_per_head + first_tile + tile) * (PAIR_SUMS * L)
+            gl.store(of_tile + OTHER_TILES * L + r, add_parts(result, DOT_PARTS, WRITE_PARTS, r))
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
         if config.RESULT == SUMS_OF_PAIRS:
@@ -149,15 +166,12 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
             gl.store(of_step + (COLUMN_SUM if config.REVERSE else ROW_SUM) * L, in_tile)
         elif config.RESULT == SUMS_OF_READERS:
             of_tile = gate_vectors + row * (PAIR_SUMS * L)
-            if config.REVERSE:
-                gl.store(of_tile + OTHER_TILES * L + r, x)
-            else:
-                gl.store(out + row * L + r, x)
-                gl.store(of_tile + ROW_SUM * L + r, add_parts(result, READ_PARTS, ROW_PARTS, r))
-                j = gl.arange(0, L // 2, gl.BlockedLayout([L // 64], [32], [1], [0]))
-                for half in gl.static_range(2):
-                    columns = result.slice((READ_PARTS + ROW_PARTS + 2 * half) * L, 2 * L, 0)
-                    gl.store(of_tile + COLUMN_SUM * L + half * (L // 2) + j, add_parts(columns, 0, 4, j))
+            gl.store(out + row * L + r, x)
+            gl.store(of_tile + ROW_SUM * L + r, add_parts(result, READ_PARTS, ROW_PARTS, r))
+            j = gl.arange(0, L // 2, gl.BlockedLayout([L // 64], [32], [1], [0]))
+            for half in gl.static_range(2):
+                columns = result.slice((READ_PARTS + ROW_PARTS + 2 * half) * L, 2 * L, 0)
+                gl.store(of_tile + COLUMN_SUM * L + half * (L // 2) + j, add_parts(columns, 0, 4, j))
         elif config.RESULT == DP_OFFSETS:
             at = gate_vectors + (row * VECTORS + DELTA_P) * L + r
             gl.store(at, gl.load(at) * x)
