@@ -259,12 +259,14 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     e0 = shared.e.index(2 * s).reshape([L, 64])
     e1 = shared.e.index(2 * s + 1).reshape([L, 64])
     sums = shared.sums.index(s)
+    # 0 that the compiler does not know: it would keep addresses and descriptors that no stage changes, and spill them
+    at0 = scheduler.rematerialize(n * 0)
     # (1) R^T <- dC^T k^T
     A = mma.to_left_operand(C.to(dtype), L)
     R = mma.issue_mma(A, k.permute((1, 0)))
     # (2) dC to shared memory. The stores of P before it, in the previous tile, are behind this fence, too.
     mbarrier.wait(shared.left, (n & 1) ^ 1)
-    shared.c.index(half).store(C.to(dtype))
+    shared.c.index(at0 + half).store(C.to(dtype))
     fence_async_shared()
     tma.store_wait(0)  # dv of the previous tile has left
     pipeline.barrier()
@@ -274,7 +276,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     B = mma.to_left_operand(do, L)
     mbarrier.wait(shared.ready, n & 1)
     # (5) dU^T <- do^T P
-    U = mma.issue_mma(B, shared.p.index(0))
+    U = mma.issue_mma(B, shared.p.index(at0))
     # (4) Checkpoint
     if config.GATED:
         store_state_checkpoint(t, work_tile, gmem, shared, params, half, config)
@@ -300,20 +302,20 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     my_e = e0 if half == 0 else e1
     mma.store_partial_dots(Z, my_e.permute((1, 0)), sums, half, L)
     # (11) dv, to the other consumer and on its way to memory
-    shared.dv.index(half).reshape([L, 64]).permute((1, 0)).store(dv)
+    shared.dv.index(at0 + half).reshape([L, 64]).permute((1, 0)).store(dv)
     fence_async_shared()
     pipeline.barrier()
     mbarrier.arrive(shared.ready_dv, count=1)
     end = work_tile.start + work_tile.steps
     at = scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.column, end, params)
-    pipeline.async_store(gmem.dv, at, shared.dv.index(half))
+    pipeline.async_store(gmem.dv, at, shared.dv.index(at0 + half))
     # (12) S_q^T <- E do^T, S_k^T <- E dv^T
     do0 = shared.do.index(2 * s).reshape([L, 64])
     do1 = shared.do.index(2 * s + 1).reshape([L, 64])
     S_q = issue_pairs(e0, e1, do0, do1)
     mbarrier.wait(shared.ready_dv, n & 1)
     C, D, D_low, V = warpgroup_mma_wait(2, deps=[C, D, D_low, V])
-    S_k = issue_pairs(e0, e1, shared.dv.index(0).reshape([L, 64]), shared.dv.index(1).reshape([L, 64]))
+    S_k = issue_pairs(e0, e1, shared.dv.index(at0).reshape([L, 64]), shared.dv.index(at0 + 1).reshape([L, 64]))
     decays = load_transposed_decays(g, config)
     i = gl.arange(0, L, gl.SliceLayout(0, of_out))
     j = gl.arange(0, L, gl.SliceLayout(1, of_out))
@@ -324,8 +326,8 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     S_q = mma.apply_causal_mask(S_q, decays * gmem.scale, j, i, 0, True)
     A = mma.to_left_operand(S_q.to(dtype), 64)
     # (13) dk <- E dC
-    dk = mma.issue_mma(e0, shared.c.index(0).slice(half * 64, 64, 1))
-    dk = warpgroup_mma(e1, shared.c.index(1).slice(half * 64, 64, 1), dk, is_async=True)
+    dk = mma.issue_mma(e0, shared.c.index(at0).slice(half * 64, 64, 1))
+    dk = warpgroup_mma(e1, shared.c.index(at0 + 1).slice(half * 64, 64, 1), dk, is_async=True)
     S_k = warpgroup_mma_wait(2, deps=[S_k])
     S_k = mma.apply_causal_mask(S_k, -decays, j, i, 0, True, True)
     B = mma.to_left_operand(S_k.to(dtype), 64)
