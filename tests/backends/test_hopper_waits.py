@@ -57,6 +57,7 @@ CASES: dict[str, list[Case]] = {
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
     "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dv": [("gdn dv", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_dv_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
 }  # fmt: skip
@@ -150,9 +151,9 @@ def gradients_by_triton(p: DeltaProblem) -> DeltaGrads:
 
 
 def check_delta_dq(p: DeltaProblem) -> None:
-    """dq, dk and dlog_f are those of Triton's scans."""
+    """The gradients are those of Triton's scans."""
     found, expected = gradients_by("hopper", p), gradients_by_triton(p)
-    for name in ("q", "k", "log_f"):
+    for name in ("q", "k", "v", "beta", "log_f"):
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
