@@ -15,35 +15,37 @@ The steps of a tile n (`process_tile`), against time; P is that of tile n, compu
 
     (1)   R^T <- dC^T k^T                               (64, L) = (64, dqk) (dqk, L)
     (2)   dC^T, rounded, to shared memory
-    (3)   the stage of tile n - 1 is empty; wait for both halves of dC and of P
-    (4)   checkpoint                                    dC
+    (3)   wait for both blocks of dC and both halves of P
+    (4)   checkpoint                                    dC, from shared memory
     (5)   dU^T <- do^T P                                (64, L) = (64, L) (L, L), beside (1)
-    (6)   dk <- E dC                                    (L, 64) = (L, dhv) (dhv, 64), (R8)
-    (7)   dU^T <- dU^T + R^T * w                        (64, L), (R5)
-    (8)   Z^T <- dU^T - (dU^T * beta) X                 (64, L) = (64, L) (L, L), (R5), in float16
-    (9)   dC^T <- g dC^T + (do^T * (scale a)) q         (64, dqk) = (64, L) (L, dqk), half of (R6), beside (8)
-    (10)  dk <- dk * w, and k . dk over 64 columns      (L), for the store warp: reads by later tiles
-    (11)  dC^T <- dC^T - (Z^T * (a beta)) k             (64, dqk) = (64, L) (L, dqk), the other half
-    (12)  S_q^T <- E do^T                               (L, L) = (L, dhv) (dhv, L), beside (11); its diagonal is do . E
-    (13)  Z . E, summed over 64 columns                 (L), for the store warp: dbeta
-    (14)  dv^T = Z^T * beta                             to shared memory, and from there to global memory
-    (15)  wait for both halves of dv; S_k^T <- E dv^T   (L, L) = (L, dhv) (dhv, L)
-    (16)  dk <- dk + S_q^T q + S_k^T k                  (L, 64) = (L, L) (L, 64)
-    (17)  S <- q k^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer
+    (6)   dU^T <- dU^T + R^T * w                        (64, L), (R5)
+    (7)   Z^T <- dU^T - (dU^T * beta) X                 (64, L) = (64, L) (L, L), (R5), in float16
+    (8)   dC^T <- g dC^T + (do^T * (scale a)) q         (64, dqk) = (64, L) (L, dqk), half of (R6), beside (7)
+    (9)   dC^T <- dC^T - (dv^T * a) k                   (64, dqk) = (64, L) (L, dqk), the other half
+    (10)  Z . E, summed over 64 columns                 (L), for the store warp: dbeta
+    (11)  dv^T = Z^T * beta                             to shared memory, and from there to global memory
+    (12)  S_q^T <- E do^T, S_k^T <- E dv^T              (L, L) = (L, dhv) (dhv, L); the diagonal of the first is do . E
+    (13)  dk <- E dC                                    (L, 64) = (L, dhv) (dhv, 64), (R8), while (12) is rounded
+    (14)  dk <- dk * w, and k . dk over 64 columns      (L), for the store warp: reads by later tiles
+    (15)  dk <- dk + S_q^T q + S_k^T k                  (L, 64) = (L, L) (L, 64)
+    (16)  S <- q k^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer
+    (17)  the stage of tile n is empty
     (18)  dk_w = dk * beta                              from registers to global memory
     (19)  P <- S * D * scale of tile n + 1, masked      (L, L / 2), to shared memory, (R1) times scale
 
-The left operand of (9) is split into a sum of two 16-bit numbers, so that dC and what the gates read of it are no worse
-than in a scan for dk alone.
+The left operand of (8) is split into a sum of two 16-bit numbers, and that of (9) is made of dv as it is stored: what
+gates read of this scan and of the one with time then differs by less than what rounding inputs costs.
+
+Accumulators and operands of (13) live only from there on, so that at no time more than 176 registers hold data. The
+rest must hold what a loop keeps. So addresses and descriptors that are the same in every tile are computed again.
 
 The ring has two stages of 72 KiB: q, k, do and E, 16 KiB each, and X. Arrows lead from the partition that arrives at a
 barrier to the one that waits for it:
 
     load, gate and store warp --full[n % 2]--> consumers 0 and 1 --empty[n % 2]--> load, gate and store warp
-    consumer 0 <--ready (dC and P of tile n), ready_dv (dv of tile n)--> consumer 1
+    consumer 0 <--ready (dC and P of tile n), ready_dv (dv of tile n), left (dC of tile n has been read)--> consumer 1
 
-`ready_dv` also says that the other consumer has read dC and P, which are overwritten for tile n + 1, and `ready` that
-it has read dv.
+`ready_dv` also says that the other consumer has read P, and `ready` that it has read dv of the previous tile.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -293,7 +295,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     C = warpgroup_mma(D_low, q, C, is_async=True)
     Z, B = warpgroup_mma_wait(2, deps=[Z, B])  # (8) still runs
     Z = Z * up
-    # (9) dC^T <- dC^T - (Z^T * (a beta)) k, of dv as it is stored: rounding then cancels in what gates read of both scans
+    # (9) dC^T <- dC^T - (dv^T * a) k, of dv as it is stored: its rounding cancels in what gates read of both scans
     dv = (Z * delta_tiles.load_vector(g, WRITE, L, of_out)).to(dtype)
     read = dv.to(gl.float32) * -delta_tiles.load_vector(g, READ_WEIGHT, L, of_out)
     V = mma.to_left_operand(read.to(dtype), ROWS)
@@ -334,11 +336,11 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     # (14) dk <- dk * w, and what later tiles read
     dk = warpgroup_mma_wait(0, deps=[dk])
     dk *= load_row_weights(g, UPDATE_WEIGHT, L)
-    # (15) dk <- dk + S_q^T q + S_k^T k
     if config.GATED:
         writes = gl.sum(dk * my_k.load(mma.accumulator_layout(64)).to(gl.float32), 1)  # (L)
         writes *= g.slice(WRITE * L, L, 0).load(writes.type.layout)
         sums.slice((DOT_PARTS + half) * L, L, 0).store(writes)
+    # (15) dk <- dk + S_q^T q + S_k^T k
     dk = warpgroup_mma(A, q.slice(half * 64, 64, 1), dk, is_async=True)
     dk = warpgroup_mma(B, my_k, dk, is_async=True)
     # (16) S of the next tile
@@ -346,7 +348,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     following, phase = pipeline.advance(s, phase, STAGES)
     mbarrier.wait(shared.full.index(following), phase)
     S = delta_tiles.issue_scores(shared, following, half, config)
-    # (17) All of dk has been read: its stage is empty, and dC may be overwritten.
+    # (17) No MMA reads this tile any more: its stage is empty, and dC may be overwritten.
     dk, A, B = warpgroup_mma_wait(1, deps=[dk, A, B])  # (16) still runs
     pipeline.barrier()
     mbarrier.arrive(shared.left, count=1)
