@@ -19,7 +19,7 @@ KERNELS = {
     for name in (
         "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv", "delta_dv_dk", "delta_dq_dk",
     )
-}
+}  # fmt: skip
 SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
     "delta_tiles",

@@ -111,8 +111,7 @@ def by_each_reader(
     ctx: DeltaContext, gates: Tensor, X: Tensor, E: Tensor, dh: Tensor, dv: Tensor, C: Tensor | None,
     dC: Tensor | None, dC0: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, PairSums | None]:  # fmt: skip
-    """Launch the scan for dv and four scans, one for each reader in each direction, like `by_both_readers`, for wider
-    heads.
+    """Launch five scans, like `by_both_readers`, for wider heads: for dv, and of each reader one in each direction.
 
     dk is the sum of dr and of what both readers contribute, added up in float32, over dr.
     """

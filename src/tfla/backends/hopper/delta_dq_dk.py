@@ -5,8 +5,8 @@ the state C: queries, with the cotangent do, and keys, with the cotangent -dv. F
 gradients of both readers: dq, and dr, the part of dk that comes from reading. To dr it adds dk_w, the part that comes
 from writing, which `delta_dv_dk_kernel` has left. Equations (R4), (R7) and (B7) are those of
 `tfla.backends.triton.delta_kernels`. S_q = scale (do E^T) * D B and S_k = -(dv E^T) * D B are both strictly lower
-triangular, with the gate matrix D and B = diag(beta). L is the number of steps of a tile. Of the vectors of a tile, a is
-the decay from its start to each step, w the decay from each step to its end, and g is its whole decay.
+triangular, with the gate matrix D and B = diag(beta). L is the number of steps of a tile. Of the vectors of a tile, a
+is the decay from its start to each step, w the decay from each step to its end, and g is its whole decay.
 
 A program computes the whole state of one head, (dqk, dhv); two consumers hold 64 rows of it each, in registers, and
 compute transposed outputs. The steps of a tile n (`process_tile`):

@@ -62,8 +62,8 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
         out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E,
             (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
-            with SUMS_OF_PAIRS, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs of one tile, (programs, H, tiles,
-            PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
+            with SUMS_OF_PAIRS, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs of one tile, (programs,
+            H, tiles, PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
