@@ -177,8 +177,7 @@ def partial_pointers(dk_w, t, work_tile, params, ids, config):
     H = scheduler.rematerialize(params.H)  # the offsets of all steps would be kept
     token = work_tile.b.to(gl.int64) * params.T + work_tile.start + t
     first = dk_w + (token * H + work_tile.h) * ROWS + ids.column
-    # Of a step bits 1 and 2 are of the thread: it compares them with 16 numbers that are made here, not kept.
-    inside = gl.expand_dims((step & 6) < work_tile.steps - t - (step & -7), 1)
+    inside = gl.expand_dims(step < work_tile.steps - t, 1)
     return first + (gl.expand_dims(step * (H * ROWS), 1) + of_row), inside
 
 
