@@ -46,6 +46,7 @@ CASES = [
 ]
 DELTA_CASES = [
     "gdn,128,128,bfloat16",
+    "gdn,128,128,bfloat16,packed,state",
     "gdn,128,256,bfloat16,packed,state",
     "deltanet,64,128,bfloat16,state",
 ]

@@ -42,7 +42,7 @@ def _kernels() -> ForwardKernels:
 
 
 class HopperDelta(TritonDelta):
-    """The backend of :mod:`.delta_h`, :mod:`.delta_dv` and :mod:`.delta_dq_dk`; a forward stores what Triton's does."""
+    """The backend of :mod:`.delta_h` and :mod:`.delta_backward`; a forward stores what Triton's does."""
 
     name = "hopper"
     priority = 20

@@ -117,26 +117,26 @@ class WorkTile(NamedTuple):
 
 
 @gluon.jit
-def run_load_warp(Q, K, DO, E, X, shared, params, group_size, config):
+def run_load_warp(tensors, shared, params, group_size, config):
     """Load the tiles of q, k, do, E and X to shared memory by TMA.
 
     Args:
-        Q, K: TMA descriptors of q and k, in tiles (L, ROWS).
-        DO, E: TMA descriptors of do and E, in tiles (L, 64), two a program.
-        X: TMA descriptor of X, in tiles (L, L).
+        tensors: TMA descriptors of q and k, in tiles (L, ROWS), of do and E, in tiles (L, 64), two a program, and of X,
+            in tiles (L, L).
         shared: Shared memory.
         params: The numbers of the scheduler.
         group_size: Heads of v that share a head of q and k.
         config: Constants.
     """
+    Q, K, DO, E, X = tensors
     L: gl.constexpr = config.L
+    values: gl.constexpr = 2 * DO.block_type.nbytes + 2 * E.block_type.nbytes
     n = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, True)
             s, bar = pipeline.acquire(n, shared.full, shared.empty, STAGES)
-            values: gl.constexpr = 2 * DO.block_type.nbytes + 2 * E.block_type.nbytes
             mbarrier.expect(bar, Q.block_type.nbytes + K.block_type.nbytes + X.block_type.nbytes + values)
             at = scheduler.tile_coordinates(b, h // group_size, t, 0, end, params)
             pipeline.async_load(K, at, bar, shared.k.index(s))
@@ -471,7 +471,7 @@ def partitions(tensors, source, dots, pairs, group_size, gmem, params, config):
         [
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
-            (run_load_warp, (Q, K, DO, E, X, shared, params, group_size, config)),
+            (run_load_warp, (tensors, shared, params, group_size, config)),
             (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, 0, config)),
             (store_warp.run_store_warp, (
                 shared.sums, dots, pairs, full, empty, params, source.tiles_per_head, store_config,

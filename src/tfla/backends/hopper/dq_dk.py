@@ -43,7 +43,7 @@ by the denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 12
 
 The delta rule is linear attention with a write strength beta that writes E, and with two readers of the state (READER):
 queries, with the cotangent do, and the read keys k, with the cotangent -dv (`docs/delta-rule.md`). Heads with dhv up to
-128 have one launch in each direction for both, by `delta_dq_dk.py`. Of wider heads each reader has its own launches,
+128 have one launch in each direction for both, `delta_backward.py`. Of wider heads each reader has its own launches,
 where f is the factor of the reader, scale or -1:
 
     result              scan           x    y     z    w    a        update weights u   P
