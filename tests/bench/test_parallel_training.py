@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,33 @@ def test_a_row_is_that_of_the_slowest_process() -> None:
     assert row["allocated_bytes"] == 101
     assert row["samples"] == 2
     assert row["processes"] == 2
+
+
+class _Recorder:
+    """A pool of workers that keep the place of each job, and that something else could take its port meanwhile."""
+
+    def __init__(self) -> None:
+        self.places: list[dict[str, Any]] = []
+
+    def of(self, name: str) -> _Recorder:
+        return self
+
+    def ask(self, job: dict[str, Any], limit: float) -> Iterator[dict[str, Any]]:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", job["place"]["port"]))
+        self.places.append(job["place"])
+        yield {}
+
+
+def test_groups_meet_at_a_port_that_nothing_else_can_take() -> None:
+    pool = _Recorder()
+    for _ in range(2):
+        assert len(list(worker_group.ask_together(pool, "fakes", 2, {}, 60.0))) == 1  # type: ignore[arg-type]
+    first, second = (
+        [p for p in pool.places if p["group"] == name] for name in sorted({p["group"] for p in pool.places})
+    )
+    assert [sorted(p["rank"] for p in places) for places in (first, second)] == [[0, 1], [0, 1]]
+    assert len({p["port"] for p in pool.places}) == 1
 
 
 @pytest.mark.parametrize("fails", [0, 1])

@@ -42,7 +42,7 @@ def join_processes(place: dict[str, Any], device: str) -> None:
     """Connect this process with the others that run the same implementation, each on a GPU of its own.
 
     Args:
-        place: its "rank", their "count", and the "port" at which they meet.
+        place: its "rank", their "count", the "port" of the store at which they meet, and their name there, "group".
         device: the kind of device.
     """
     import torch.distributed as dist
@@ -53,9 +53,10 @@ def join_processes(place: dict[str, Any], device: str) -> None:
     if cuda:
         torch.cuda.set_device(place["rank"])
     os.environ |= {"RANK": str(place["rank"]), "LOCAL_RANK": str(place["rank"]), "WORLD_SIZE": str(place["count"])}
+    store = dist.PrefixStore(place["group"], dist.TCPStore("127.0.0.1", place["port"], is_master=False))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{place['port']}", rank=place["rank"],
-        world_size=place["count"], device_id=torch.device("cuda", place["rank"]) if cuda else None,
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=place["rank"], world_size=place["count"],
+        device_id=torch.device("cuda", place["rank"]) if cuda else None,
     )  # fmt: skip
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import functools
+import itertools
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
+
+import torch.distributed as dist
 
 from tfla.bench.worker_pool import WorkerDied, WorkerPool
 
@@ -14,11 +17,16 @@ Row = dict[str, Any]
 GRACE_SECONDS = 10.0  # for the others, after one process has failed: they may wait for it in a collective
 
 
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+_NUMBERS = itertools.count()  # of the groups that have met
+
+
+@functools.cache
+def _meeting_point() -> dist.TCPStore:
+    """Return the store at which all groups of this process meet.
+
+    It listens from here on, at a port of the system's choice, so that nothing else can take the port of a group.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _names(name: str, count: int) -> list[str]:
@@ -42,13 +50,14 @@ def ask_together(pool: WorkerPool, name: str, count: int, job: Row, limit: float
         WorkerDied: a process ended before its job was done, or all of them took longer than ``limit`` seconds.
     """
     names = _names(name, count)
-    port, rows = free_port(), dict[int, list[Row]]()
+    rows = dict[int, list[Row]]()
+    place = {"count": count, "port": _meeting_point().port, "group": f"group {next(_NUMBERS)}"}
     start_together(pool, name, count)
     failed: WorkerDied | None = None
 
     def one(rank: int) -> list[Row]:
         found = []
-        for row in pool.of(names[rank]).ask(job | {"place": {"rank": rank, "count": count, "port": port}}, limit):
+        for row in pool.of(names[rank]).ask(job | {"place": place | {"rank": rank}}, limit):
             found.append(row)
             if "error" in row:
                 break
