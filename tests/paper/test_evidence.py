@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfla._util.errors import UserError
+from tfla.bench.results import read
 from tfla.cli import main
 from tfla.nn import LanguageModel
 from tfla.nn.config import Mixer
@@ -26,7 +27,7 @@ from tfla.paper.evidence.recall import Recall
 from tfla.paper.evidence.results import Results, description
 from tfla.paper.evidence.run import EvidenceConfig
 from tfla.paper.evidence.run import run as run_experiment
-from tfla.paper.evidence.summary import groups, load
+from tfla.paper.evidence.summary import groups, load, setting
 from tfla.paper.evidence.tables import MARK, TABLES, renew
 from tfla.paper.evidence.task import IGNORED, answers, losses
 from tfla.paper.evidence.text import Text
@@ -354,3 +355,23 @@ def test_results_are_known_by_all_fields(tmp_path: Path) -> None:
     text = tiny(task=Text(8, 8, "here"))
     results.add(text, {"rows": []})
     assert replace(text, task=Text(8, 8, "there")) in results
+
+
+def test_runs_of_another_device_name_it_unless_speeds_are_compared(tmp_path: Path) -> None:
+    def head(device: str, date: str, torch: str = "2.11.0") -> dict[str, Any]:
+        environment = {"device": device, "date": date, "versions": {"torch": torch}}
+        return {"experiment": "recall", "size": "smoke", "environment": environment}
+
+    path = tmp_path / "x.json"
+    found = {"parameters": 100, "losses": [1.0], "rows": []}
+    Results(path, head("a", "2026-01-01")).add(tiny(), found)
+    Results(path, head("b", "2026-01-02")).add(tiny(seed=1), found)
+    Results(path, head("b", "2026-01-03")).add(tiny(seed=2), found)
+    assert [row.get("device") for row in read(path)["runs"]] == [None, "b", "b"]
+    assert "a, 2026-01-01; b, 2026-01-02 and 2026-01-03" in setting(read(path))
+    with pytest.raises(UserError, match="by its environment; expected none, or those of the same experiment, size and"):
+        Results(path, head("b", "2026-01-03", torch="2.13.0"))
+    with pytest.raises(
+        UserError, match="by its environment; expected none, or those of the same experiment, size, dev"
+    ):
+        Results(path, head("b", "2026-01-03"), timed=True)

@@ -59,6 +59,8 @@ class Experiment:
     title: str
     smoke: Size
     full: Size
+    timed: bool = False
+    """Whether the speeds of models are compared, so that all runs are of one device."""
 
     def size(self, name: SizeName) -> Size:
         """Return one of the sizes."""
@@ -129,6 +131,7 @@ EXPERIMENTS = {
             shapes=(Shape(d_model=256, num_blocks=4, num_heads=4, state_dim=64),),
             models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=1000, sequences=1024, precision="bfloat16",
         ),
+        timed=True,
     ),
 }  # fmt: skip
 

@@ -30,21 +30,29 @@ class Results:
     Args:
         path: the file; if it exists, its runs are kept.
         head: what is the same for all runs: experiment, size, environment and text.
+        timed: whether speeds are compared, so that all runs must be of one device. Otherwise runs of another device
+            than the file's say which one it was.
 
     Raises:
-        UserError: the file holds something else, or results of another experiment, size, device or version.
+        UserError: the file holds something else, or results of another experiment, size or version, or of another
+            device where speeds are compared.
     """
 
-    def __init__(self, path: Path, head: Row) -> None:
+    def __init__(self, path: Path, head: Row, timed: bool = False) -> None:
         self.path, self.found = path, {"kind": KIND, **head, "runs": []}
+        self.elsewhere: Row = {}
+        """Device and date of the runs that are added, where the device is not the one that the file names."""
         if path.exists():
-            old = read(path)
-            different = [name for name in ("kind", *head) if _compared(old, name) != _compared(self.found, name)]
+            old, new = read(path), self.found
+            different = [name for name in ("kind", *head) if _compared(old, name, timed) != _compared(new, name, timed)]
             if different or not isinstance(old.get("runs"), list):
                 raise UserError(
                     f"out: {path} holds other results, by its {', '.join(different) or 'runs'}; expected none, or "
-                    "those of the same experiment, size, device and versions"
+                    f"those of the same experiment, size{', device' * timed} and versions"
                 )
+            here = head.get("environment", {})
+            if here.get("device") != old.get("environment", {}).get("device"):
+                self.elsewhere = {"device": here.get("device"), "date": here.get("date")}
             self.found = old
 
     def __contains__(self, run: Run) -> bool:
@@ -53,7 +61,7 @@ class Results:
 
     def add(self, run: Run, found: Row) -> None:
         """Add the results of a run and write the file, which is replaced at once."""
-        self.found["runs"].append({"run": description(run)} | _finite(found))
+        self.found["runs"].append({"run": description(run)} | self.elsewhere | _finite(found))
         self.write()
 
     def write(self) -> None:
@@ -65,13 +73,13 @@ class Results:
         write_atomically(self.path, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _compared(found: Row, name: str) -> Any:
+def _compared(found: Row, name: str, timed: bool) -> Any:
     """Return a field of a result in the form in which two results must have the same."""
     if name != "environment":
         return found.get(name)
     environment = found.get(name, {})
     versions = environment.get("versions", {})
-    return environment.get("device"), versions.get("torch"), versions.get("triton")
+    return environment.get("device") if timed else None, versions.get("torch"), versions.get("triton")
 
 
 def _finite(value: Any) -> Any:

@@ -105,7 +105,7 @@ def run(name: str, config: EvidenceConfig) -> tuple[Path, int]:
     if reads_text(runs):
         runs, head["text"] = _with_text(runs, config, folder)
     target = config.out or folder / f"{name}.json"
-    results = Results(target, head)
+    results = Results(target, head, timed=EXPERIMENTS[name].timed)
     missing = [r for r in runs if r not in results]
     processes = min(config.processes or default_processes(device), max(1, len(missing)))
     print(

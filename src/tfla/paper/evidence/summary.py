@@ -101,7 +101,7 @@ def _final_loss(group: Group) -> float:
 def setting(found: Row) -> str:
     """Return the setting of the runs as a sentence: sizes, tokens, seeds, learning rates, device and date."""
     runs = [row["run"] for row in found["runs"]]
-    shape, environment = runs[0]["shape"], found["environment"]
+    shape = runs[0]["shape"]
     lengths, seeds = sorted({run["task"]["length"] for run in runs}), len({run["seed"] for run in runs})
     parts = [
         f"{shape['num_blocks']} blocks of width {shape['d_model']}, {shape['num_heads']} heads, "
@@ -110,13 +110,22 @@ def setting(found: Row) -> str:
         f"{_range(lengths)} tokens",
         f"{seeds} seed{'s' * (seeds > 1)}",
         f"learning rates {', '.join(f'{lr:g}' for lr in sorted({run['lr'] for run in runs}))}",
-        f"{environment['device']}, {environment['date']}",
+        *[f"{device}, {' and '.join(sorted(dates))}" for device, dates in machines(found).items()],
     ]
     if "text" in found:
         source = found["text"]["source"]
         name = source if isinstance(source, str) else ", ".join(source)
         parts.append(f"{name}, {found['text']['train_bytes']:,} bytes to train on")
     return "; ".join(parts)
+
+
+def machines(found: Row) -> dict[str, set[str]]:
+    """Return the devices of the runs, each with its dates; a run that names none is of the file's."""
+    environment = found["environment"]
+    devices: dict[str, set[str]] = {}
+    for row in found["runs"]:
+        devices.setdefault(row.get("device", environment["device"]), set()).add(row.get("date", environment["date"]))
+    return devices
 
 
 def _range(values: Iterator[int] | list[int]) -> str:
