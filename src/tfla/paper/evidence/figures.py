@@ -17,6 +17,7 @@ from tfla.paper.report_types import Figure, Missing, Options, write
 
 COMMAND = "tfla analyze evidence"
 PREFIX = "evidence_"
+BITS = "bits_per_byte"
 Row = dict[str, Any]
 
 
@@ -130,6 +131,10 @@ def _over_length(key: str, value: str, label: str, title: str, note: str) -> Cal
         axes.axvline(found["runs"][0]["run"]["task"]["length"], color=style.INK, lw=1, ls=":", label="training length")
         style.power_of_two_axis(axes, sorted({row[key] for row in rows}), "tokens")
         axes.set_ylabel(label)
+        if value == BITS:  # a model that fails would press all others into one line
+            axes.set_yscale("log")
+            axes.set_yticks(ticks := (1, 1.2, 1.5, 2, 3, 4, 6), [f"{y:g}" for y in ticks])
+            axes.yaxis.minorticks_off()
         style.legend_beside(drawing, axes)
         caption = f"{note} Lines are means over seeds, bands reach from the lowest to the highest. {setting(found)}."
         return write(
@@ -145,7 +150,7 @@ def language(config: Config, found: Row) -> Figure:
     rows: list[Row] = []
     for group in groups(found):
         look = _look(group.model) | {"ls": ""}
-        dots = [(run["tokens_per_second"], run["rows"][-1]["bits_per_byte"], run["run"]["seed"]) for run in group.runs]
+        dots = [(run["tokens_per_second"], run["rows"][-1][BITS], run["run"]["seed"]) for run in group.runs]
         dots = [dot for dot in dots if None not in dot]
         axes.plot([x for x, _, _ in dots], [y for _, y, _ in dots], label=group.label, **look)
         rows += [
@@ -164,7 +169,7 @@ FIGURES: dict[str, Callable[[Config, Row], Figure]] = {
     "recall": recall,
     "tracking": tracking,
     "length": _over_length(
-        "end", "bits_per_byte", "held-out bits per byte", "Longer text than in training: loss by position",
+        "end", BITS, "held-out bits per byte", "Longer text than in training: loss by position",
         "Each point is the mean over the positions from the point before.",
     ),
     "needle": _over_length(
