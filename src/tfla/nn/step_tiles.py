@@ -57,7 +57,7 @@ TILES: dict[int, Tiles] = {
         "logits": TileConfig(rows=32, columns=64, stages=4),
     },
 }
-# The fastest ones of a sweep on an H100, for 7B parameters (docs/tuning-log.md).
+# The fastest ones of a sweep on an H100, for 7B parameters (docs/tuning-log-models.md).
 HOPPER_TILES: dict[int, Tiles] = {
     16: {
         "mixer_inputs": TileConfig(rows=64, columns=128, stages=4, swapped=True),

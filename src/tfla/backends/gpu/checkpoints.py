@@ -1,7 +1,7 @@
 """The distance of state checkpoints: steps at which the fused backward stores the state C and its cotangent dC.
 
 At a checkpoint dlog_f, a running sum over steps, starts again from <C, dC>, free of the rounding errors that the sum
-has accumulated (docs/mathematics.md, and docs/tuning-log.md for the measured errors).
+has accumulated (docs/mathematics.md, and docs/tuning-log-mlstm.md for the measured errors).
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ The cost of a step is the sum of what follows. [Several GPUs](distributed.md) sa
   tokens save for the backward, as `tfla train` estimates it.
 - **Left out**: the time in which a GPU waits for the host, above all between the backward and the next forward, and the
   multiprocessors that NCCL's kernels take from the computation while they send. The
-  [tuning log](tuning-log.md#several-gpus-a-training-step-of-the-14b) says what they come to in the step of FSDP below.
+  [tuning log](tuning-log-models.md#several-gpus-a-training-step-of-the-14b) says what they come to in the step of FSDP
+  below.
 
 An all_gather of B bytes over n GPUs takes its latency log2 n times, and (n - 1) / n · B at the bandwidth of a GPU.
 Where a group spans nodes, all its GPUs of a node share their links. The layout is the fastest that fits: dp_shard, cp
