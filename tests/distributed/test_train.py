@@ -16,7 +16,8 @@ from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import latest_checkpoint
 from tfla.train.config import GenerateConfig, Model, Optim, Parallel
-from tfla.train.loop import _check_layout, _distribute, train
+from tfla.train.layout import check_layout, distribute
+from tfla.train.loop import train
 from tfla.train.ranks import Ranks
 from tfla.train.sample import sample
 
@@ -245,7 +246,7 @@ def test_runs_that_cannot_be_divided_are_named(
 ) -> None:
     model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257)
     with pytest.raises(UserError, match=message):
-        _check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=4, sizes=sizes))
+        check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=4, sizes=sizes))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_weights_are_freed_where_they_are_sharded(
     mesh: Any = "mesh"
     ranks = Ranks(size=2, sizes=sizes, mesh=mesh)
     monkeypatch.setattr(ranks, "gather", lambda values: [values, values])
-    _distribute(model, config, ranks)
+    distribute(model, config, ranks)
     assert [call.get("reshard_after_forward") for call in calls] == [expected]
     assert [call.get("blocks_per_gather", 1) for call in calls] == [1]
 
@@ -272,7 +273,7 @@ def test_options_of_earlier_runs_are_taken(tmp_path: Path) -> None:
     """Their defaults were values that do what None does where no weights are sharded."""
     model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257)
     saved = Parallel(reshard_after_forward=True, blocks_per_gather=1)
-    _check_layout(make_config(tmp_path, "run", parallel=saved), model, Ranks())
+    check_layout(make_config(tmp_path, "run", parallel=saved), model, Ranks())
 
 
 def test_every_kind_of_layer_is_checked(tmp_path: Path) -> None:
@@ -280,4 +281,4 @@ def test_every_kind_of_layer_is_checked(tmp_path: Path) -> None:
     model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257, layers=layers, num_kv_heads=1)
     message = "parallel: mesh: got tp of size 2, expected a divisor of the 1 heads"
     with pytest.raises(UserError, match=message):
-        _check_layout(make_config(tmp_path, "run"), model, Ranks(size=2, sizes={"tp": 2}))
+        check_layout(make_config(tmp_path, "run"), model, Ranks(size=2, sizes={"tp": 2}))

@@ -6,7 +6,8 @@ import torch._dynamo.testing
 
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.evaluation import token_losses
-from tfla.train.loop import InputGateMonitor, compiled
+from tfla.train.input_gates import InputGateMonitor
+from tfla.train.layout import compiled
 
 
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "attention"])

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.input_gates import InputGateMonitor
+from tfla.train.layout import compiled
 from tfla.train.logging import METRICS_FILE, Metrics, plot_curves, read_metrics
-from tfla.train.loop import InputGateMonitor, compiled
 
 
 def test_records_are_lines_of_json_with_exact_floats(tmp_path):

@@ -18,7 +18,7 @@ from tfla.measure.problem import BOTH, Problem, Work, call_of
 from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.train.config import Optim
 from tfla.train.evaluation import token_losses
-from tfla.train.loop import compiled
+from tfla.train.layout import compiled
 from tfla.train.ranks import ONE_PROCESS, Ranks
 from tfla.train.recipe import clipped_gradients, optimizer
 

@@ -7,42 +7,31 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from tfla._util.device import pick_device
 from tfla._util.errors import UserError, notice, reason
-from tfla._util.files import remove_directory
-from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
-from tfla.nn.layers import wrap_forward
-from tfla.ops.context_parallel.cuts import CONTIGUOUS
-from tfla.train import gathers
-from tfla.train.checkpoint import Checkpoints, restore, step_of
-from tfla.train.config import Parallel, TrainConfig, from_json, to_json
-from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens, read_tokens
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.checkpoint import Checkpoints, restore
+from tfla.train.config import TrainConfig, from_json, to_json
+from tfla.train.data import Batches, Tokens, fingerprint, read_tokens
 from tfla.train.evaluation import Evaluation, evaluate, token_losses
-from tfla.train.initial import architecture, check_backend, load_weights
+from tfla.train.initial import load_weights
+from tfla.train.input_gates import InputGateMonitor
+from tfla.train.layout import autocast_of, distribute
 from tfla.train.logging import Metrics, plot_curves
-from tfla.train.memory import Sharing, check_memory, peak_memory
+from tfla.train.memory import peak_memory
+from tfla.train.preparation import prepare_run
 from tfla.train.ranks import Ranks, join_ranks
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
-from tfla.train.run_folder import (
-    CHECKPOINTS_FOLDER,
-    CURVES_FILE,
-    TOKENS_FOLDER,
-    check_changes,
-    open_run,
-    read_run_config,
-    write_run_config,
-)
+from tfla.train.run_folder import CHECKPOINTS_FOLDER, CURVES_FILE, TOKENS_FOLDER, open_run
 from tfla.train.stop_signals import catch_stop_signals
-from tfla.train.tokenizer import create_tokenizer, load_tokenizer
 
 
 class Trained(NamedTuple):
@@ -90,7 +79,7 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
 
         def prepare() -> dict[str, Any]:
             latest = checkpoints.latest()
-            tokens, model = _prepare(config, config.run, latest, ranks)
+            tokens, model = prepare_run(config, config.run, latest, ranks)
             prepared.append(tokens)
             return {"config": to_json(config), "model": model.to_dict(), "latest": latest and str(latest)}
 
@@ -115,98 +104,6 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
     return Trained(
         step=training.step, model=training.model, tokens=tokens, run=config.run, signal=stopped_by, rank=ranks.rank
     )
-
-
-def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) -> tuple[Tokens, ModelConfig]:
-    """Check all options of a run, then write its tokens and its configuration. Nothing is written before the checks.
-
-    Args:
-        config: the options of the run.
-        run: the folder of the run.
-        latest: the newest checkpoint of the run, None if it has none.
-        ranks: the processes of the run.
-
-    Returns:
-        the tokens and the architecture of the model.
-
-    Raises:
-        UserError: an option does not fit; the folder is as it was.
-    """
-    old = read_run_config(run)
-    check_changes(old, config, None if latest is None else step_of(latest))
-    text_changed = old is not None and (old.data, old.init_from) != (config.data, config.init_from)
-    reuse_tokens = (run / TOKENS_FOLDER).exists() and not text_changed
-    if reuse_tokens:
-        tokenizer = load_tokenizer(run / TOKENS_FOLDER)
-    else:
-        tokenizer = create_tokenizer(config.data.tokenizer, config.data.bos_token)
-    model = architecture(config, tokenizer, latest)
-    Schedule(config.optim, config.steps)  # raises if its lengths do not fit
-    _check_layout(config, model, ranks)
-    device = ranks.device
-    pass_tokens, bfloat16 = _pass_tokens(config, ranks), _is_bfloat16(config, device)
-    kept = config.parallel.reshard_after_forward is False
-    sharing = Sharing.of(ranks.sizes, config.parallel.gather_dtype == "bfloat16", kept)
-    warning = check_memory(model, pass_tokens, bfloat16, device, sharing, config.activation_checkpointing)
-    with _precision(config, device):
-        check_backend(model, device, packed=config.reset == "cu_seqlens")
-
-    def accept(tokens: Tokens) -> None:
-        Batches(tokens, config.context, config.batch_size, config.seed)
-        heldout_windows(tokens, config.context, config.eval_windows)
-        write_run_config(old, config)
-
-    if (run / TOKENS_FOLDER).exists() and not reuse_tokens:
-        remove_directory(run / TOKENS_FOLDER)  # left by a run without checkpoints
-    tokens = prepare_tokens(config.data, run / TOKENS_FOLDER, accept, tokenizer)
-    if warning is not None:
-        notice(warning)
-    return tokens, model
-
-
-def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None:
-    """Raise UserError unless the batch, the sequences and the model can be divided among the processes of a run."""
-    rows, steps = ranks.rows[1], ranks.steps.parts
-    if config.micro_batch_size % rows:
-        raise UserError(
-            f"batch_size: got {config.batch_size} with accumulate {config.accumulate}, expected a multiple of "
-            f"{config.accumulate * rows}, since {rows} processes share the sequences of a pass"
-        )
-    if config.parallel.cp_order != CONTIGUOUS and steps == 1:
-        raise UserError(f"parallel.cp_order: got {config.parallel.cp_order}, expected {CONTIGUOUS} with parallel.cp 1")
-    if config.context % ranks.steps.spans:
-        times = "" if ranks.steps.spans == steps else f"{ranks.steps.spans // steps} x "
-        raise UserError(
-            f"context: got {config.context}, expected a multiple of {times}parallel.cp, {ranks.steps.spans}"
-        )
-    for name in (
-        "gather_dtype", "reduce_dtype", "reshard_after_forward", "blocks_per_gather", "prefetch", "reduce_each_pass",
-    ):  # fmt: skip
-        given, default = getattr(config.parallel, name), getattr(Parallel(), name)
-        harmless = (default, UNSHARDED.get(name, default))  # the latter is in the config of earlier runs
-        if given not in harmless and rows * steps == 1:
-            raise UserError(
-                f"parallel.{name}: got {given}, expected {default} where no processes share the sequences or their "
-                "steps"
-            )
-    if config.parallel.gather_dtype != "float32" and not _is_bfloat16(config, ranks.device):
-        raise UserError(
-            f"parallel.gather_dtype: got {config.parallel.gather_dtype} with precision {config.precision} on "
-            f"{ranks.device.type}, expected it with bfloat16 alone"
-        )
-    if ranks.size == 1:
-        return
-    from tfla.distributed.parallel_model import check_model
-
-    try:
-        with torch.device("meta"):
-            blocks = len(model.layers or (model.mixer,))  # one of each kind
-            check_model(LanguageModel(replace(model, num_blocks=blocks)), ranks.sizes)
-    except ValueError as error:
-        raise UserError(f"parallel: {error}") from error
-
-
-UNSHARDED = {"reshard_after_forward": True, "blocks_per_gather": 1}  # options that change nothing without FSDP2
 
 
 class _Training:
@@ -239,7 +136,7 @@ class _Training:
         self.model = LanguageModel(model_config)
         if latest is None and config.init_from is not None:
             load_weights(self.model, config.init_from, announce=ranks.first)
-        _distribute(self.model, config, ranks)
+        distribute(self.model, config, ranks)
         self.optimizer = optimizer(self.model, config.optim)
         self.step = 0
         self.progress: dict[str, Any] = {"elapsed": 0.0}
@@ -352,7 +249,7 @@ class _Training:
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Return the loss of every token of windows (B, T + 1): (B, T)."""
-        with _precision(self.config, self.device):
+        with autocast_of(self.config, self.device):
             return token_losses(
                 self.model, windows, self.tokens.tokenizer.bos, self.config.reset, steps=self.ranks.steps,
                 device=self.device, recompute_logits=self.config.activation_checkpointing,
@@ -361,7 +258,7 @@ class _Training:
     def _evaluate(self) -> Evaluation:
         """Evaluate the model on the held-out windows and record the result."""
         config = self.config
-        with _precision(config, self.device):
+        with autocast_of(config, self.device):
             result = evaluate(
                 self.model, self.tokens, config.context, batch_size=config.micro_batch_size,
                 max_windows=config.eval_windows, reset=config.reset, device=self.device, ranks=self.ranks,
@@ -393,61 +290,6 @@ class _Training:
             self.progress["tokens"] = digest
 
 
-def _pass_tokens(config: TrainConfig, ranks: Ranks) -> int:
-    """Return the tokens of one pass of a process."""
-    return config.micro_batch_size * config.context // (ranks.rows[1] * ranks.steps.parts)
-
-
-def _is_bfloat16(config: TrainConfig, device: torch.device) -> bool:
-    """Return whether the model runs under autocast to bfloat16."""
-    return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-
-
-def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """Return the autocast context of the run's precision."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=_is_bfloat16(config, device))
-
-
-def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None:
-    """Move a model to the devices of the processes of a run, in place, with the checkpointing and compilation asked."""
-    if ranks.mesh is None:
-        model.to(ranks.device)
-        for block in model.blocks:
-            wrap_forward(block, config.activation_checkpointing, compile=False)
-        if config.compile:
-            compiled(model)
-        return
-    from tfla.distributed import parallelize
-
-    given, options = config.parallel, {}
-    if ranks.rows[1] * ranks.steps.parts > 1:
-        bfloat16, gathered_in_bfloat16 = _is_bfloat16(config, ranks.device), given.gather_dtype == "bfloat16"
-        step = gathers.Step(
-            model.config, _pass_tokens(config, ranks), bfloat16, config.activation_checkpointing, gathered_in_bfloat16,
-            config.accumulate > 1 and not given.reduce_each_pass, given.prefetch or 0,
-        )  # fmt: skip
-        options = gathers.chosen(given.reshard_after_forward, given.blocks_per_gather, step, ranks)._asdict()
-    parallelize(
-        model, ranks.mesh, mixed_precision=_policy(config), compile=config.compile,
-        activation_checkpointing=config.activation_checkpointing, prefetch=given.prefetch, cp_order=given.cp_order,
-        **options,
-    )  # fmt: skip
-    model.to(ranks.device)
-    if config.compile:
-        model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
-
-
-def _policy(config: TrainConfig) -> Any:
-    """Return FSDP2's policy on the dtypes of gathered weights and reduced gradients; None where all are float32."""
-    gather, reduce = config.parallel.gather_dtype, config.parallel.reduce_dtype
-    if gather == reduce == "float32":
-        return None
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    param_dtype = None if gather == "float32" else getattr(torch, gather)
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=getattr(torch, reduce))
-
-
 def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, ranks: Ranks, step: int) -> None:
     """Print the sizes of the run, and the step from which it continues."""
     where = str(ranks.device)
@@ -460,42 +302,3 @@ def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, ranks: 
     )
     if step:
         notice(f"{config.run}: continues after step {step} of {config.steps}")
-
-
-def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
-    """Let torch.compile run a model from here on, in place, and return it.
-
-    The blocks share one graph, since a graph of the whole model would take many times as long to compile; the logits
-    are another.
-
-    Args:
-        model: the model.
-        backend: the backend of torch.compile.
-    """
-    for block in model.blocks:
-        block.compile(backend=backend)
-    model.logits = torch.compile(model.logits, backend=backend)  # type: ignore[method-assign]
-    return model
-
-
-class InputGateMonitor:
-    """A record of the largest input-gate pre-activation, taken by forward hooks.
-
-    Nothing synchronizes with the device.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.largest: Tensor | None = None
-        for name, module in model.named_modules():
-            if isinstance(module, GatePreactivation) and name.endswith("input_gate"):
-                module.register_forward_hook(self._record)
-
-    def _record(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Update the largest value, as a forward hook."""
-        largest = output.detach().amax()
-        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
-
-    def take(self) -> Tensor | None:
-        """Return the largest value since the last call, and forget it; None for a model without input gates."""
-        largest, self.largest = self.largest, None
-        return largest
