@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.model import Block
+from tfla.nn.block import Block
 
 D_MODEL, BATCH, TIME = 128, 2, 512
 

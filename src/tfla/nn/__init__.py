@@ -1,6 +1,7 @@
 """Layers and the language model of the paper (appendix E.2)."""
 
 from tfla._util.warm_calls import Warmup
+from tfla.nn.block import Block, SwiGLU
 from tfla.nn.config import ModelConfig
 from tfla.nn.decode import Decoder
 from tfla.nn.drafts import NGram
@@ -18,7 +19,7 @@ from tfla.nn.mixers import (
     Retention,
 )
 from tfla.nn.mixers.key_values import KeyValues
-from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
+from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.sequences import reverse_sequences
 from tfla.nn.stack import MLSTMStack, StackState
 from tfla.nn.warmup import warmup

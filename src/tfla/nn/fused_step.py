@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
+from tfla.nn.block import Block
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
 from tfla.nn.mixers.mlstm import MLSTM
-from tfla.nn.model import Block, LanguageModel, ModelState
+from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.step_tiles import MAX_BATCH, choose_tiles
 from tfla.ops.autocast import autocast_dtype
 from tfla.ops.state import State

@@ -1,9 +1,9 @@
 """The language model: embedding, blocks and unembedding.
 
-:mod:`tfla.nn.mixers` has a file for each sequence mixer of the blocks, :mod:`tfla.nn.layers` the layers that they
-share. A model runs in three ways: over whole sequences (``forward``), by one token of each sequence (``step``), and by
-a few proposed tokens of which some are accepted later (``steps``). Each block and each mixer has the same three
-methods. Equation numbers and appendix E.2 are those of the paper.
+:mod:`tfla.nn.block` has the blocks, :mod:`tfla.nn.mixers` a file for each of their sequence mixers, and
+:mod:`tfla.nn.layers` the layers that they share. A model runs in three ways: over whole sequences (``forward``), by
+one token of each sequence (``step``), and by a few proposed tokens of which some are accepted later (``steps``). Each
+block and each mixer has the same three methods. Equation numbers and appendix E.2 are those of the paper.
 """
 
 from __future__ import annotations
@@ -18,20 +18,10 @@ from torch import Tensor, nn
 
 from tfla._util.device import check_device
 from tfla.nn import batch_invariance, pool, pretrained
+from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
-from tfla.nn.layers import (
-    Accept,
-    Projection,
-    SequenceMixer,
-    at_least_float32,
-    cast_for_autocast,
-    input_std,
-    output_std,
-    recomputed,
-    soft_cap,
-)
+from tfla.nn.layers import Projection, at_least_float32, input_std, recomputed, soft_cap
 from tfla.nn.mixer_state import MixerState, StatesEvery
-from tfla.nn.mixers import MIXERS
 from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.validation import check_ids, check_int, check_num_entries, describe, embed
 from tfla.ops.checks import LONGEST_STEPS, check_flags
@@ -457,83 +447,3 @@ def _write(state: Any, rows: PoolRows | None, new: Any) -> Any:
         return new
     pool.write(state, rows, new)
     return state
-
-
-class Block(nn.Module):
-    """A block of appendix E.2: x + MIX(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)). The config names the mixer.
-
-    Args:
-        config: the architecture of the model.
-        index: the number of the block, of which :attr:`ModelConfig.layers` gives the mixer.
-    """
-
-    def __init__(self, config: ModelConfig, index: int = 0) -> None:
-        super().__init__()
-        own = config.for_block(index)
-        self.mixer_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.mixer: SequenceMixer = MIXERS[own.mixer](own)
-        self.ffn_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.ffn = SwiGLU(config)
-
-    def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        *,
-        document_start: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_state: bool = False,
-        states_every: StatesEvery | None = None,
-    ) -> tuple[Tensor, Any]:
-        """Run the block on whole sequences, as :meth:`SequenceMixer.forward`."""
-        # Mixers of users may not know of the argument.
-        between = {} if states_every is None else {"states_every": states_every}
-        mixed, new = self.mixer(
-            cast_for_autocast(self.mixer_norm(x)), state,
-            document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state, **between,
-        )  # fmt: skip
-        return self._add_residuals(x, mixed), new
-
-    def step(self, x: Tensor, state: Any, in_place: bool = False, rows: PoolRows | None = None) -> tuple[Tensor, Any]:
-        """Run the block on one token of each sequence, as :meth:`SequenceMixer.step`."""
-        mixed, new = self.mixer.step(cast_for_autocast(self.mixer_norm(x)), state, in_place, *_given(rows))
-        return self._add_residuals(x, mixed), new
-
-    def steps(
-        self, x: Tensor, state: Any, in_place: bool = False, rows: PoolRows | None = None
-    ) -> tuple[Tensor, Accept]:
-        """Run the block on a few proposed tokens of each sequence, as :meth:`SequenceMixer.steps`."""
-        mixed, accept = self.mixer.steps(cast_for_autocast(self.mixer_norm(x)), state, in_place, *_given(rows))
-        return self._add_residuals(x, mixed), accept
-
-    def _add_residuals(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Add the output of the mixer to the residual stream, then that of the feed-forward network."""
-        x = x + mixed
-        return x + self.ffn(cast_for_autocast(self.ffn_norm(x)))
-
-
-def _given(rows: PoolRows | None) -> tuple[PoolRows, ...]:
-    """Return an argument that mixers of users may not know of, if there is one."""
-    return () if rows is None else (rows,)
-
-
-class SwiGLU(nn.Module):
-    """The feed-forward network W_down (silu(W_gate x) * W_up x) (Shazeer, 2020) on x (..., d_model), without biases."""
-
-    batch_invariant = False
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        d, hidden = config.d_model, config.ffn_dim
-        self.gate_proj = Projection(d, hidden, input_std(d))
-        self.up_proj = Projection(d, hidden, input_std(d))
-        self.down_proj: nn.Linear = Projection(hidden, d, output_std(d, config.num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output (..., d_model) for x (..., d_model)."""
-        return self.down_proj(recomputed(self._silu_gate, self.gate_proj(x), self.up_proj(x)))
-
-    def _silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return silu(gate) * up, elementwise."""
-        silu = batch_invariance.silu if self.batch_invariant else F.silu
-        return silu(gate) * up

@@ -16,8 +16,9 @@ from tfla.integrations.transformers.cache import TflaCache
 from tfla.integrations.transformers.configuration import TflaConfig
 from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
+from tfla.nn.block import Block
 from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
-from tfla.nn.model import Block, LanguageModel
+from tfla.nn.model import LanguageModel
 from tfla.nn.validation import check_ids, embed
 
 Rows = dict[str, Tensor | None]  # the documents of a call, as the blocks take them
