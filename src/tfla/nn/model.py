@@ -23,7 +23,7 @@ from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Projection, at_least_float32, input_std, recomputed, soft_cap
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.key_values import KeyValues
-from tfla.nn.validation import check_ids, check_int, check_num_entries, describe, embed
+from tfla.nn.validation import check_ids, check_inputs, check_int, check_num_entries, embed
 from tfla.ops.checks import LONGEST_STEPS, check_flags
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
@@ -89,7 +89,7 @@ class LanguageModel(nn.Module):
             the residual stream (B, T, d_model), and the state after the last token, which is empty without
             return_state.
         """
-        self._check(ids, state, document_start, cu_seqlens)
+        check_inputs(ids, state, len(self.blocks), document_start, cu_seqlens)
         check_flags(return_state=return_state)
         x = embed(self.embedding, ids)
         rows = self._find_rows(state, state_indices, len(ids) if cu_seqlens is None else len(cu_seqlens) - 1)
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
         check_int("states_every", states_every, 1)
-        self._check(ids, state, None, None)
+        check_inputs(ids, state, len(self.blocks))
         x, last, between = embed(self.embedding, ids), [], []
         rows = self._find_rows(state, state_indices, len(ids))
         if rows is not None:
@@ -255,7 +255,7 @@ class LanguageModel(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
         check_int("tokens_per_pass", tokens_per_pass, 1)
-        self._check(ids, None, document_start, cu_seqlens)
+        check_inputs(ids, None, len(self.blocks), document_start, cu_seqlens)
         check_ids(targets, "(B, T)", 2, name="targets")
         if targets.shape != ids.shape:
             raise ValueError(f"targets: got shape {tuple(targets.shape)}, expected that of ids, {tuple(ids.shape)}")
@@ -322,7 +322,7 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
-        self._check(ids, state, None, None)
+        check_inputs(ids, state, len(self.blocks))
         check_flags(in_place=in_place)
         if ids.shape[1] > LONGEST_STEPS:
             raise ValueError(f"ids: got T = {ids.shape[1]}, expected from 1 to {LONGEST_STEPS} tokens")
@@ -414,26 +414,6 @@ class LanguageModel(nn.Module):
         windows = [getattr(block.mixer, "window", None) for block in self.blocks]
         assert state is not None
         pool.check_room_for_prompts(state, rows, windows, ids, document_start, cu_seqlens)
-
-    def _check(
-        self, ids: Tensor, state: ModelState | None, document_start: Tensor | None, cu_seqlens: Tensor | None
-    ) -> None:
-        """Raise unless the arguments of :meth:`forward` fit together."""
-        check_ids(ids, "(B, T)", 2)
-        if ids.shape[1] < 1:
-            raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
-        if state is not None:
-            check_num_entries(state, len(self.blocks))
-        if document_start is None:
-            return
-        if cu_seqlens is not None:
-            raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
-        if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
-            raise TypeError(f"document_start: got {describe(document_start)}, expected a bool tensor")
-        if document_start.shape != ids.shape:
-            raise ValueError(
-                f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
-            )
 
 
 def _read(state: Any, rows: PoolRows | None) -> Any:

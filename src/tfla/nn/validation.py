@@ -46,6 +46,35 @@ def check_ids(ids: object, shape: str, dims: int, name: str = "ids") -> None:
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, expected {shape}")
 
 
+def check_inputs(
+    ids: Tensor, state: object, blocks: int, document_start: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> None:
+    """Raise unless the arguments of a model's forward fit together.
+
+    Args:
+        ids: (B, T) tokens.
+        state: the state of a model, or None.
+        blocks: the number of blocks of the model.
+        document_start: (B, T) bool, or None.
+        cu_seqlens: offsets of packed sequences, or None; only their presence is checked.
+    """
+    check_ids(ids, "(B, T)", 2)
+    if ids.shape[1] < 1:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
+    if state is not None:
+        check_num_entries(state, blocks)
+    if document_start is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
+    if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
+        raise TypeError(f"document_start: got {describe(document_start)}, expected a bool tensor")
+    if document_start.shape != ids.shape:
+        raise ValueError(
+            f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
+        )
+
+
 def check_vocabulary(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
     """Raise unless all ids are in the vocabulary. Their values are read, which synchronizes with a GPU."""
     low, high = (int(x) for x in torch.aminmax(ids))
