@@ -1,4 +1,4 @@
-"""How a run is divided among its processes: whether it can be, and the model placed on their devices."""
+"""The layout of a run on its processes: checks that it is possible, and the model on their devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does before it builds its model: all options are checked, then its tokens and configuration written."""
+"""The preparation of a run: all options are checked, then its tokens and its configuration are written."""
 
 from __future__ import annotations
 
