@@ -1,4 +1,4 @@
-"""X of every tile, by both kernels that compute it, against its definition in float64.
+"""X of every tile by `solve_tiles` of the Triton backend, against its definition in float64.
 
 They run on a GPU. With TRITON_INTERPRET=1 they run on the CPU.
 """
@@ -57,14 +57,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["tiles", "blocks"])
 @pytest.mark.parametrize("model", ["deltanet", "gdn", "read"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_is_its_definition(sizes: dict[str, Any], model: str, kernel: str) -> None:
-    from tfla.backends.triton import delta, delta_solve
+def test_is_its_definition(sizes: dict[str, Any], model: str) -> None:
+    from tfla.backends.triton import delta
 
     p = delta_problem(model, **{"K": 32, "V": 16, **sizes}, dtype=DTYPE)
-    kernels = delta.KERNELS if kernel == "tiles" else delta.KERNELS._replace(solve=delta_solve.launch)
     x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
-    out = delta.run_forward(x, p.spec("fused"), kernels)
+    out = delta.run_forward(x, p.spec("fused"))
     assert error(out.X.cpu(), by_definition(p)) <= 2 * TOLERANCE[DTYPE]

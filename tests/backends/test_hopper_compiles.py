@@ -58,10 +58,9 @@ KERNELS = [
 SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments
 
-# Bytes that threads spill: mostly addresses of producers, and of states at the ends of work tiles; solve_blocks has 255
-# registers a thread.
+# Bytes that threads spill: mostly addresses of producers, and of states at the ends of work tiles.
 DELTA_SPILLED = {
-    "delta_h_kernel": 64, "solve_blocks": 96, "delta_dv_kernel": 64, "dq_dk_kernel": 64, "dq_dk_kernel back": 64,
+    "delta_h_kernel": 64, "solve_kernel": 16, "delta_dv_kernel": 64, "dq_dk_kernel": 64, "dq_dk_kernel back": 64,
     "delta_dv_dk_kernel": 96, "delta_dq_dk_kernel": 160,
 }  # fmt: skip
 

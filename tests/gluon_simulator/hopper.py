@@ -19,7 +19,7 @@ KERNELS = {
     for name in (
         "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv", "delta_dv_dk", "delta_dq_dk",
     )
-}  # fmt: skip
+} | {"delta_solve": "solve_kernel"}  # fmt: skip
 SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
     "delta_tiles",
@@ -37,6 +37,7 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
         files: Modules of the backend whose source is read from these files instead.
     """
     from tfla.backends.hopper import fused, fused_small_head  # noqa: F401  what launches, with Triton's own language
+    from tfla.backends.triton import delta_kernels  # noqa: F401
 
     shared = [f"tfla.backends.gpu.{name}" for name in ("gate_kernels", "gate_gradients")]
     names = [*shared, *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]

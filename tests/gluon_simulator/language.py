@@ -38,7 +38,9 @@ class Kernel:
         return self.fn(*args, **named)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool = True, **constants: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int, enable_fp_fusion: bool = True, maxnreg: int = 0, **constants: Any
+        ) -> None:
             given = inspect.signature(self.fn).bind(*args, **constants).arguments
             constant = {name for name, x in self.parameters.items() if x.annotation is constexpr}
             args_of = {name: x if name in constant else _argument(x) for name, x in given.items()}
@@ -217,6 +219,7 @@ GL = _module(
     NVMMADistributedLayout=_nothing,
     DistributedLinearLayout=_nothing,
     NVMMASharedLayout=_nothing,
+    SharedLinearLayout=_nothing,
     SwizzledSharedLayout=lambda *sizes: "swizzled",
     arange=lambda start, end, layout=None: Block(torch.arange(start, end, dtype=torch.int32)),
     zeros=lambda shape, dtype, layout=None: Block(torch.zeros(shape, dtype=dtype)),
@@ -225,6 +228,8 @@ GL = _module(
     reshape=lambda x, shape: Block(x.data.reshape(shape)),
     permute=lambda x, order: Block(x.data.permute(order)),
     expand_dims=lambda x, axis: Block(x.data.unsqueeze(axis)),
+    split=lambda x: tuple(map(Block, x.data.unbind(-1))),
+    join=lambda x, y: Block(torch.stack([x.data, y.data], -1)),
     broadcast=lambda x, y: tuple(map(Block, torch.broadcast_tensors(x.data, y.data))),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     to_tensor=lambda x: x if isinstance(x, Number) else _int32(x),
@@ -239,6 +244,7 @@ GL = _module(
 TL = _module(
     "triton.language",
     **_COMMON,
+    cdiv=lambda x, y: (x + y - 1) // y,
     associative_scan=associative_scan,
     gather=lambda x, index, axis: Block(torch.gather(x.data, axis, index.data.long())),
 )
@@ -265,8 +271,9 @@ HOPPER = _module(
     warpgroup_mma=memory.warpgroup_mma,
     warpgroup_mma_wait=memory.warpgroup_mma_wait,
 )
+AMPERE = _module("triton.experimental.gluon.language.nvidia.ampere", mma_v2=memory.mma_v2)
 CORE = _module("triton.experimental.gluon.language._core", builtin=lambda fn: fn, ir=None)
 GLUON = _module("triton.experimental.gluon", jit=jit, constexpr_function=lambda fn: fn, language=GL)
 TRITON = _module("triton", jit=jit, language=TL)
 EXPERIMENTAL = _module("triton.experimental", gluon=GLUON)
-MODULES = {module.__name__: module for module in (TRITON, TL, EXPERIMENTAL, GLUON, GL, CORE, HOPPER)}
+MODULES = {module.__name__: module for module in (TRITON, TL, EXPERIMENTAL, GLUON, GL, CORE, AMPERE, HOPPER)}

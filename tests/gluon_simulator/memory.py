@@ -74,10 +74,16 @@ class Shared:
         return Shared(self.data.permute(*order), self.places.transpose(*order, len(order)), self.block)
 
     def reshape(self, shape: Sequence[int]) -> Shared:
-        kept = [n for n in self.data.shape if n > 1]
-        assert kept == [n for n in shape if n > 1], "sides of one element come and go"
-        sides = iter(self.places.shape[i] for i, n in enumerate(self.data.shape) if n > 1)
-        places = self.places.reshape([*(next(sides) if n > 1 else 1 for n in shape), self.places.shape[-1]])
+        if self.block == 1:  # a place is an element
+            places = self.places.reshape([*shape, self.places.shape[-1]])
+        elif self.data.ndim == 2 and len(shape) == 3:
+            assert shape[2] == self.data.shape[1] and shape[1] % self.block == 0, "rows are divided at places"  # noqa: PT018
+            places = self.places.reshape([shape[0], shape[1] // self.block, *self.places.shape[1:]])
+        else:
+            kept = [n for n in self.data.shape if n > 1]
+            assert kept == [n for n in shape if n > 1], "sides of one element come and go"
+            sides = iter(self.places.shape[i] for i, n in enumerate(self.data.shape) if n > 1)
+            places = self.places.reshape([*(next(sides) if n > 1 else 1 for n in shape), self.places.shape[-1]])
         return Shared(self.data.view(*shape), places, self.block)
 
     def load(self, layout: Any = None) -> Block:
@@ -230,6 +236,11 @@ def warpgroup_mma(a: Any, b: Shared, acc: Block, *, use_acc: bool = True, is_asy
     product = a.data.float() @ b.data.float()
     made = Block(product + acc.accumulator if use_acc else product, time)
     return made if is_async else warpgroup_mma_wait(0, [made])
+
+
+def mma_v2(a: Block, b: Block, acc: Block, input_precision: str | None = None) -> Block:
+    """Return a b + acc in float32, of operands in registers."""
+    return Block(acc.data + a.data.float() @ b.data.float())
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Block] = ()) -> Any:

@@ -230,7 +230,7 @@ class PlanRecorder(LaunchRecorder):
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False,
-        compilation: Mapping[str, str] | None = None, **constants: Any,
+        compilation: Mapping[str, str | int] | None = None, **constants: Any,
     ) -> None:  # fmt: skip
         """Record a launch and compile its kernel, see :meth:`.LaunchRecorder.launch`."""
         compiled = None

@@ -217,7 +217,7 @@ class LaunchRecorder:
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False,
-        compilation: Mapping[str, str] | None = None, **constants: Any,
+        compilation: Mapping[str, str | int] | None = None, **constants: Any,
     ) -> None:  # fmt: skip
         """Launch and record kernel[grid](*args, num_warps=num_warps, **constants).
 

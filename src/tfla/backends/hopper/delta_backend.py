@@ -35,8 +35,8 @@ def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
 
 def _kernels() -> ForwardKernels:
     """Return the launchers of a forward."""
-    from tfla.backends.hopper import delta_h
-    from tfla.backends.triton import delta, delta_solve
+    from tfla.backends.hopper import delta_h, delta_solve
+    from tfla.backends.triton import delta
 
     return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch)
 

@@ -270,7 +270,7 @@ def delta_dv_kernel(
         Q, K: TMA descriptors of the queries and keys, in tiles (L, ROWS).
         DO: TMA descriptor of the cotangent of h, in tiles (L, 64).
         E: TMA descriptor of the prediction errors, in tiles like those of do.
-        X: TMA descriptor of the result of `solve_blocks`, (B, T, H, L), in tiles (L, L).
+        X: TMA descriptor of the result of `solve_kernel`, (B, T, H, L), in tiles (L, L).
         DV_out: TMA descriptor of dv, in tiles like those of do.
         dbeta, do_e: Outputs Z . E and do . E over the columns of each program, (programs of a head, B, T, H), float32.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.

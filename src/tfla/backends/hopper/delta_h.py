@@ -2,7 +2,7 @@
 
 A program computes 128 columns of dhv of each of its work tiles. Two consumers share them: each holds 64 columns of the
 transposed state C^T, (dhv, dqk), in registers, as `o_dv.py` does with one block. The equations are (R2) to (R4) of
-`tfla.backends.triton.delta_kernels`; X of (R1) comes from the Triton kernel `solve_blocks`, for all tiles at once.
+`tfla.backends.triton.delta_kernels`; X of (R1) comes from `solve_kernel` of :mod:`.delta_solve`, for all tiles at once.
 
 The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1. From (1) to (6) each product
 reads the result of the one before it from registers, and neither consumer needs anything of the other for it:
@@ -243,7 +243,7 @@ def delta_h_kernel(
     Args:
         Q, K: TMA descriptors of the queries and keys, in tiles (L, ROWS).
         V: TMA descriptor of the values, in tiles (L, 64).
-        X: TMA descriptor of the result of `solve_blocks`, (B, T, H, L), in tiles (L, L).
+        X: TMA descriptor of the result of `solve_kernel`, (B, T, H, L), in tiles (L, L).
         Out: TMA descriptor of h, in tiles like those of v.
         E: TMA descriptor of the prediction errors, in tiles like those of v; unused without SAVE.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
