@@ -39,7 +39,7 @@ class Kernel:
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(
-            *args: Any, num_warps: int, enable_fp_fusion: bool = True, maxnreg: int = 0, **constants: Any
+            *args: Any, num_warps: int, enable_fp_fusion: bool = True, maxnreg: int = 255, **constants: Any
         ) -> None:
             given = inspect.signature(self.fn).bind(*args, **constants).arguments
             constant = {name for name, x in self.parameters.items() if x.annotation is constexpr}
@@ -191,10 +191,8 @@ def _module(name: str, **names: Any) -> ModuleType:
     return module
 
 
-_DTYPES = {
-    str(kind).removeprefix("torch."): kind
-    for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
-}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*_FLOATS, torch.int8, torch.int32, torch.int64)}
 _COMMON = {
     **_DTYPES,
     "constexpr": constexpr,
@@ -203,6 +201,7 @@ _COMMON = {
     "exp2": _with(torch.exp2),
     "log": _with(torch.log),
     "abs": _with(torch.abs),
+    "associative_scan": associative_scan,
     "maximum": _with(torch.maximum),
     "minimum": _with(torch.minimum),
     "load": load,
@@ -245,7 +244,6 @@ TL = _module(
     "triton.language",
     **_COMMON,
     cdiv=lambda x, y: (x + y - 1) // y,
-    associative_scan=associative_scan,
     gather=lambda x, index, axis: Block(torch.gather(x.data, axis, index.data.long())),
 )
 MBARRIER = _module(

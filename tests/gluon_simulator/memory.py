@@ -227,20 +227,26 @@ def store_wait(pendings: int) -> None:
     partition.wait_for(COPIES, partition.copies - pendings)
 
 
+def operand(x: Any) -> Tensor:
+    """Return the numbers that an MMA multiplies, in float32: float32 operands lose the bits that tf32 does not have."""
+    data: Tensor = x.data
+    return (data.view(torch.int32) & -0x2000).view(torch.float32) if data.dtype == torch.float32 else data.float()
+
+
+def mma_v2(a: Block, b: Block, acc: Block, input_precision: str | None = None) -> Block:
+    """Return a b + acc of operands in registers."""
+    return Block(operand(a) @ operand(b) + acc.data)
+
+
 def warpgroup_mma(a: Any, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Block:
     """Return a b + acc in float32; with `is_async` the result may be used after a wait for it."""
     agent, time = current().partition.start_mma()
     for x in (a, b):
         if isinstance(x, Shared):
             x.read(agent, time)
-    product = a.data.float() @ b.data.float()
+    product = operand(a) @ operand(b)
     made = Block(product + acc.accumulator if use_acc else product, time)
     return made if is_async else warpgroup_mma_wait(0, [made])
-
-
-def mma_v2(a: Block, b: Block, acc: Block, input_precision: str | None = None) -> Block:
-    """Return a b + acc in float32, of operands in registers."""
-    return Block(acc.data + a.data.float() @ b.data.float())
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Block] = ()) -> Any:

@@ -62,6 +62,12 @@ def issue_mma(a, b):
 
 
 @gluon.jit
+def nearest_tf32(x):
+    """Return float32 values x whose first bits are the nearest tf32; MMAs cut off the others."""
+    return (x.to(gl.int32, bitcast=True) + 0x1000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def split_in_two(x, dtype: gl.constexpr):
     """Return float32 values x as two numbers of a 16-bit dtype: x rounded, and the rounding error."""
     if dtype == gl.bfloat16:

@@ -1,0 +1,228 @@
+"""The operands of the scans with gates by channel, and P B and M B, of tiles that need no levels.
+
+One program of two warpgroups computes a tile of 64 steps; two programs fit a multiprocessor. The equations are those of
+:mod:`tfla.backends.triton.channel_tiles`, whose kernel computes the other tiles. What differs is how:
+
+    layout     a warp has eight steps of 128 channels, a thread 4 channels of each: prefix sums of gates add up numbers
+               of one thread, and sums over the steps of a warp go through shared memory once
+    products   wgmma in tf32 with both operands in shared memory: the reads q a, and below them r a, by the writes k w
+    M B        goes to memory as it is, as :mod:`.channel_solve` reads it, mostly in the place of X B
+
+Exponents are sums from the middle of the tile, c of :mod:`tfla.backends.triton.channel_decays`. In a bounded tile they
+are at most 100, so that what float32 sums lose is below the rounding of tf32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from tfla.backends.gpu.gate_kernels import HIGHEST, base2_exponent, first_tile, locate_chunk
+from tfla.backends.hopper import mma, pipeline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tfla.backends.triton.channel_rule import ChannelContext
+
+REGISTERS = 128  # of a thread, so that two programs fit a multiprocessor
+M_ARGUMENT = 11  # the place of X among the arguments
+L = gl.constexpr(64)  # steps of a tile
+WIDTH = gl.constexpr(128)  # channels that a program has at a time
+GROUP_STEPS = gl.constexpr(8)  # steps of a warp
+GROUPS = gl.constexpr(8)  # warps
+# A row of 128 channels for each warp, eight rows one after the other.
+ELEMENTS = gl.constexpr(gl.BlockedLayout([8, 4], [1, 32], [8, 1], [1, 0]))
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 8]))  # a warpgroup has half of the columns
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of P and M in memory: 16 bytes a thread
+
+
+@gluon.jit
+def add(a, b):
+    """Return a + b."""
+    return a + b
+
+
+@gluon.jit
+def step_addresses(base, c, r, stride):
+    """Return the addresses of channels c, (1, WIDTH), of the steps r, (L), which are `stride` elements apart.
+
+    The steps of a warp differ by multiples of the stride, which all threads share.
+    """
+    first = base + gl.expand_dims((r & -GROUP_STEPS).to(gl.int64) * stride, 1) + c
+    return first + gl.expand_dims((r & (GROUP_STEPS - 1)).to(gl.int64) * stride, 1)
+
+
+@gluon.jit
+def store_pairs(to, x, steps, stride):
+    """Store a product of the steps of a tile, (L, L), masked and rounded."""
+    r = gl.arange(0, L, gl.SliceLayout(1, PAIRS))
+    at = gl.expand_dims(r * stride, 1) + gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, PAIRS)), 0)
+    gl.store(to + at, gl.convert_layout(x, PAIRS), mask=gl.expand_dims(r < steps, 1))
+
+
+@gluon.jit
+def exponents_from_middle(g, sums):
+    """Return c of the exponents g, (L, WIDTH), and the sums of g over the first and the second half of the tile.
+
+    Args:
+        g: The exponents of the gates, in ELEMENTS.
+        sums: Shared memory for the sums of each warp, (GROUPS WIDTH).
+    """
+    by_group = gl.reshape(g, [GROUPS, GROUP_STEPS, WIDTH])
+    sums.store(gl.reshape(gl.sum(by_group, 1), [GROUPS * WIDTH]))
+    prefix = gl.reshape(gl.associative_scan(by_group, 1, add), [L, WIDTH])
+    c = gl.convert_layout(prefix, ELEMENTS, assert_trivial=True)
+    group = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(1, ELEMENTS)) // GROUP_STEPS, 1)
+    first = gl.zeros([WIDTH], gl.float32, gl.SliceLayout(0, ELEMENTS))
+    second = first
+    offset = gl.zeros([L, WIDTH], gl.float32, ELEMENTS)  # equal for the steps of a warp
+    pipeline.barrier()
+    for i in gl.static_range(GROUPS):
+        total = sums.slice(i * WIDTH, WIDTH, 0).load(gl.SliceLayout(0, ELEMENTS))  # (WIDTH)
+        if i < GROUPS // 2:
+            offset -= gl.where(group <= i, gl.expand_dims(total, 0), 0.0)
+            first += total
+        else:
+            offset += gl.where(group > i, gl.expand_dims(total, 0), 0.0)
+            second += total
+    return c + offset, first, second
+
+
+@gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
+def channel_operands_kernel(
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
+    sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, READ_BEFORE: gl.constexpr, SOLVE: gl.constexpr,
+    SPLIT: gl.constexpr, IS_VARLEN: gl.constexpr, BOUND: gl.constexpr,
+):  # fmt: skip
+    """Compute the operands of one tile of one head. The grid is (tiles * H).
+
+    The arguments are those of `decay_operands`; M B, not X B, is written to X, with SOLVE.
+    """
+    dtype: gl.constexpr = Qa.dtype.element_ty
+    queries = gl.allocate_shared_memory(gl.float32, [L, WIDTH], OPERAND)
+    reads = queries
+    if SOLVE:
+        reads = gl.allocate_shared_memory(gl.float32, [L, WIDTH], OPERAND)
+    writes = gl.allocate_shared_memory(gl.float32, [L, WIDTH], OPERAND)
+    sums = gl.allocate_shared_memory(gl.float32, [GROUPS * WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    betas = gl.allocate_shared_memory(gl.float32, [L], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    h = (gl.program_id(0) % H).to(gl.int64)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, gl.program_id(0) // H, L, IS_VARLEN)
+    tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+    if start < length:
+        hx = h // GROUP
+        row = first * 0 if IS_VARLEN else s.to(gl.int64)
+        t0 = (first + start if IS_VARLEN else start).to(gl.int64)
+        steps = length - start
+        r = gl.arange(0, L, gl.BlockedLayout([1], [32], [8], [0]))
+        b = gl.load(beta + (row * bb + h * bh + t0 * bt) + r * bt, mask=r < steps, other=0.0)  # (L)
+        betas.store(b.to(gl.float32))
+        r = gl.arange(0, L, gl.SliceLayout(1, ELEMENTS))
+        F += row * fb + h * fh + t0 * ft
+        Q += row * qb + hx * qh + t0 * qt
+        K += row * kb + hx * kh + t0 * kt
+        R += row * rb + hx * rh + t0 * rt
+        token = (first + start) * H + h
+        Qa += token * DK
+        Ra += token * DK
+        Kw += token * DK
+        Kw_low += token * DK
+        decays += tile * DK
+        worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
+        S = gl.zeros([L, L], gl.float32, PRODUCT)  # P, [reading step, writing step]
+        M = S
+        for c0 in range(0, DK, WIDTH):
+            channels = c0 + gl.arange(0, WIDTH, gl.SliceLayout(0, ELEMENTS))
+            c = gl.expand_dims(channels, 0)
+            inside = gl.expand_dims(r < steps, 1)
+            if DK % WIDTH != 0:
+                inside = inside & (c < DK)
+            f = gl.load(step_addresses(F, c * fd, r, ft), mask=inside, other=0.0)  # (L, WIDTH)
+            q = gl.load(step_addresses(Q, c, r, qt), mask=inside, other=0.0)  # (L, WIDTH)
+            k = gl.load(step_addresses(K, c, r, kt), mask=inside, other=0.0)  # (L, WIDTH)
+            read = k
+            if READ_KEY:
+                read = gl.load(step_addresses(R, c, r, rt), mask=inside, other=0.0)  # (L, WIDTH)
+            # (1) Exponents, and the decays from the start of the tile to its middle and from there to its end
+            f = f.to(gl.float32)
+            g = base2_exponent(gl.where(f > HIGHEST, HIGHEST, f))
+            e, before, after = exponents_from_middle(g, sums)
+            worst = gl.maximum(worst, gl.max(gl.reshape(gl.abs(e), [L * WIDTH]), 0))
+            to_middle = gl.exp2(before)  # (WIDTH)
+            from_middle = gl.exp2(after)
+            gl.store(decays + channels, to_middle * from_middle, mask=channels < DK)
+            to_middle = gl.expand_dims(to_middle, 0)
+            from_middle = gl.expand_dims(from_middle, 0)
+            # (2) Reads: operands of products, and times the decay from the start of the tile to the middle
+            up = gl.exp2(e)
+            x = q.to(gl.float32) * up
+            queries.store(mma.nearest_tf32(x))
+            gl.store(step_addresses(Qa, c, r, H * DK), (x * (to_middle * scale)).to(dtype), mask=inside)
+            if CORRECT:
+                up_r = up
+                if READ_BEFORE:
+                    up_r = gl.exp2(e - g)
+                x = read.to(gl.float32) * up_r
+                if SOLVE:
+                    reads.store(mma.nearest_tf32(x))
+                gl.store(step_addresses(Ra, c, r, H * DK), (x * to_middle).to(dtype), mask=inside)
+            # (3) Writes, likewise
+            x = k.to(gl.float32) * gl.exp2(-e)
+            writes.store(mma.nearest_tf32(x))
+            x *= from_middle * gl.expand_dims(betas.load(gl.SliceLayout(1, ELEMENTS)), 1)
+            if SPLIT:
+                high, low = mma.split_in_two(x, dtype)
+                gl.store(step_addresses(Kw, c, r, H * DK), high, mask=inside)
+                gl.store(step_addresses(Kw_low, c, r, H * DK), low, mask=inside)
+            else:
+                gl.store(step_addresses(Kw, c, r, H * DK), x.to(dtype), mask=inside)
+            # (4) P and M: reads by writes
+            fence_async_shared()
+            pipeline.barrier()  # both warpgroups read what all warps have stored
+            S = warpgroup_mma(queries, writes.permute((1, 0)), S, use_acc=c0 > 0, is_async=True)
+            if SOLVE:
+                M = warpgroup_mma(reads, writes.permute((1, 0)), M, use_acc=c0 > 0, is_async=True)
+                S, M = warpgroup_mma_wait(0, deps=[S, M])
+            else:
+                S = warpgroup_mma_wait(0, deps=[S])
+            pipeline.barrier()  # the next channels overwrite what both have read
+        gl.store(leveled + tile, gl.where(worst <= BOUND, 0, 1).to(gl.int8))
+        # (5) P B and M B
+        i = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(1, PRODUCT)), 1)
+        j = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, PRODUCT)), 0)
+        b = gl.expand_dims(betas.load(gl.SliceLayout(0, PRODUCT)), 0)  # (1, L)
+        x = gl.where(i >= j, S * (b * scale), 0.0).to(P.dtype.element_ty)
+        store_pairs(P + token * L, x, steps, H * L)
+        if SOLVE:
+            x = gl.where(i > j, M * b, 0.0).to(X.dtype.element_ty)
+            store_pairs(X + token * L, x, steps, H * L)
+
+
+def supports(ctx: ChannelContext) -> bool:
+    """Return whether the kernel computes the operands of this call."""
+    return ctx.base.L == 64 and ctx.x.q.element_size() == 2 and 64 < ctx.base.K <= 256
+
+
+def launch(ctx: ChannelContext, arguments: tuple[Any, ...], W: Tensor | None, solve: bool) -> None:
+    """Launch `channel_operands_kernel`.
+
+    Args:
+        ctx: The context of the call.
+        arguments: The arguments of `decay_operands` before `per_program`.
+        W: The output for M B, (B, T, H, L), or None.
+        solve: Whether M is computed.
+    """
+    base = ctx.base
+    base.launch(channel_operands_kernel, (base.tiles * base.H,),
+        *arguments[:M_ARGUMENT], arguments[M_ARGUMENT] if W is None else W, *arguments[M_ARGUMENT + 1 :],
+        *ctx.input_strides,
+        DK=base.K, CORRECT=ctx.spec.correct, READ_KEY=ctx.x.read_key is not None,
+        READ_BEFORE=ctx.spec.read_before_decay, SOLVE=solve, SPLIT=ctx.split_keys, IS_VARLEN=base.packed,
+        BOUND=ctx.tile_constants["BOUND"], num_warps=8, compilation={"maxnreg": REGISTERS},
+    )  # fmt: skip
