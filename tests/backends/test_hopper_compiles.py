@@ -64,6 +64,9 @@ DELTA_SPILLED = {
     "delta_dv_dk_kernel": 96, "delta_dq_dk_kernel": 160,
 }  # fmt: skip
 
+# The same of the gradients with gates by channel: addresses and numbers of a tile, once a tile.
+CHANNEL_SPILLED = {"kda,128,128,bfloat16": 560, "kda,64,128,bfloat16,packed,state": 560, "gla,256,512,bfloat16": 256}
+
 
 def too_old() -> bool:
     return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) < (3, 6)
@@ -109,6 +112,21 @@ def test_delta_rule_compiles_and_fits(kernel_cache: Path) -> None:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= DELTA_SPILLED[row["kernel"]], row
             assert row["serialized"] == row["unequal"] == row["unset"] == 0, row
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_gradients_with_gates_by_channel_compile_and_fit(kernel_cache: Path) -> None:
+    if too_old():
+        pytest.skip("Gluon has no warpgroup MMAs before Triton 3.6")
+    answers = compile_kernels([f"sm_90:hopper,delta,{case}" for case in CHANNEL_SPILLED], kernel_cache)
+    assert len(answers) == len(CHANNEL_SPILLED)
+    for answer in answers:
+        assert answer["failure"] is None
+        (row,) = (row for row in answer["kernels"] if row["kernel"] == "channel_gradients_kernel")
+        assert row["shared"] <= SHARED, row
+        assert row["spilled"] <= CHANNEL_SPILLED[answer["case"].removeprefix("hopper,delta,")], row
+        assert row["serialized"] == row["unequal"] == row["unset"] == 0, row
 
 
 def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

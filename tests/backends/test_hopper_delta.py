@@ -305,7 +305,7 @@ def test_is_the_choice_where_it_runs() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gates by channel": ("kda", {}, "one gate a step"),
+    "dqk with gates by channel": ("kda", {"K": 56}, "dqk from 64 to 256"),
     "read key": ("read", {}, "no read key"),
     "dqk": ("gdn", {"K": 136}, "dqk from 64 to 128"),
     "small dqk": ("gdn", {"K": 56}, "dqk from 64 to 128"),

@@ -61,6 +61,7 @@ CASES: dict[str, list[Case]] = {
     "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "channel_gradients": [("kda dq", {"K": 128, "V": 128, "T": 200, "H": 1}, None)],
 }  # fmt: skip
 # Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
 REDUNDANT = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}

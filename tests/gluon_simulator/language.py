@@ -131,7 +131,7 @@ def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) ->
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
-    """Run inline assembly, of which moves, products, fused multiply-adds and waits for TMA stores are simulated."""
+    """Run inline assembly: moves, products, reciprocals, fused multiply-adds and waits for TMA stores."""
     registers: dict[str, Any] = {f"${i + 1}": plain(x) for i, x in enumerate(args)}
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
         name, rest = re.split(r"\s+", line, maxsplit=1)
@@ -143,6 +143,8 @@ def inline_asm_elementwise(
             memory.store_wait(int(target))
         elif name.startswith("mov."):
             (registers[target],) = wide
+        elif name.startswith("rcp."):
+            registers[target] = (1 / wide[0]).to(dtype)
         elif name.startswith("mul.rn."):
             registers[target] = (wide[0] * wide[1]).to(dtype)
         elif name.startswith("fma.rn."):

@@ -227,15 +227,16 @@ def store_wait(pendings: int) -> None:
     partition.wait_for(COPIES, partition.copies - pendings)
 
 
-def operand(x: Any) -> Tensor:
-    """Return the numbers that an MMA multiplies, in float32: float32 operands lose the bits that tf32 does not have."""
+def operand(x: Any, precision: str | None = "tf32") -> Tensor:
+    """Return the numbers that an MMA multiplies, in float32: in tf32 float32 operands lose the bits it does not have."""
     data: Tensor = x.data
-    return (data.view(torch.int32) & -0x2000).view(torch.float32) if data.dtype == torch.float32 else data.float()
+    cut = precision == "tf32" and data.dtype == torch.float32
+    return (data.view(torch.int32) & -0x2000).view(torch.float32) if cut else data.float()
 
 
 def mma_v2(a: Block, b: Block, acc: Block, input_precision: str | None = None) -> Block:
     """Return a b + acc of operands in registers."""
-    return Block(operand(a) @ operand(b) + acc.data)
+    return Block(operand(a, input_precision) @ operand(b, input_precision) + acc.data)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Block:

@@ -1,4 +1,7 @@
-"""The Hopper backend of the delta rule: scans for h, dv, dq and dk in Gluon, other kernels those of Triton."""
+"""The Hopper backend of the delta rule: scans for h, dv, dq and dk in Gluon, other kernels those of Triton.
+
+With gates by channel one kernel is in Gluon, that of the gradients of q, k, beta and gates.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,18 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 ALIGNMENT = 16  # bytes, of addresses that TMA takes
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
+LARGEST_BY_CHANNEL = 256, 4096  # dqk and dhv with a gate for each channel
 
 
 def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
-    """Return inputs with copies of those of q, k and v whose address TMA cannot take, or the same inputs.
+    """Return inputs with copies of those tensors that TMA reads whose address it cannot take, or the same inputs.
 
     The address is not known where a backend is chosen for a traced call.
     """
     copies = {
         name: t.clone(memory_format=torch.contiguous_format)
-        for name, t in (("q", x.q), ("k", x.k), ("v", x.v))
-        if t.data_ptr() % ALIGNMENT
+        for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("log_f", x.log_f if x.channel_gates else None))
+        if t is not None and t.data_ptr() % ALIGNMENT
     }
     return x._replace(**copies) if copies else x
 
@@ -42,7 +46,10 @@ def _kernels() -> ForwardKernels:
 
 
 class HopperDelta(TritonDelta):
-    """The backend of :mod:`.delta_h` and :mod:`.delta_backward`; a forward stores what Triton's does."""
+    """The backend of :mod:`.delta_h`, :mod:`.delta_backward` and :mod:`.channel_gradients`.
+
+    A forward stores what Triton's does.
+    """
 
     name = "hopper"
     priority = 20
@@ -60,18 +67,24 @@ class HopperDelta(TritonDelta):
             return f"it takes bfloat16, the inputs are {x.q.dtype}"
         if x.q.shape[0] == 0:
             return "it takes no empty batch"
-        if x.channel_gates:
-            return "it takes one gate a step"
         if x.read_key is not None:
             return "it takes no read key"
         dqk, dhv = x.q.shape[3], x.v.shape[3]
-        fits = SMALLEST_DIM <= dqk <= LARGEST_DQK and SMALLEST_DIM <= dhv <= LARGEST_DHV
+        most_dqk, most_dhv = LARGEST_BY_CHANNEL if x.channel_gates else (LARGEST_DQK, LARGEST_DHV)
+        fits = SMALLEST_DIM <= dqk <= most_dqk and SMALLEST_DIM <= dhv <= most_dhv
         if not fits or dqk % 8 or dhv % 8:  # TMA needs rows that are multiples of 16 bytes
             return (
-                f"it takes multiples of 8, dqk from {SMALLEST_DIM} to {LARGEST_DQK} and dhv from {SMALLEST_DIM} to "
-                f"{LARGEST_DHV}"
+                f"it takes multiples of 8, dqk from {SMALLEST_DIM} to {most_dqk} and dhv from {SMALLEST_DIM} to "
+                f"{most_dhv}"
             )
-        if not all(map(self._aligned, (x.q, x.k, x.v))):
+        read = [x.q, x.k, x.v]
+        if x.channel_gates and x.log_f is not None:
+            if x.log_f.dtype not in (x.q.dtype, torch.float32):
+                return f"it takes gates by channel in the dtype of q or in float32, log_f is {x.log_f.dtype}"
+            if x.log_f.stride(3) != 1:
+                return "it needs gates whose channels are next to each other"
+            read.append(x.log_f)
+        if not all(map(self._aligned, read)):
             return "it needs strides that are multiples of 16 bytes"
         return None
 
@@ -89,14 +102,17 @@ class HopperDelta(TritonDelta):
 
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
         """Compute the gradients from the cotangents of h and of the final state."""
-        from tfla.backends.hopper import delta_backward
+        from tfla.backends.hopper import channel_gradients, delta_backward
         from tfla.backends.triton import delta
 
         if spec.kernel == BY_SEGMENTS:
             return super().backward(x, out, dh, dC, spec)
         if not self._aligned(dh) or dh.data_ptr() % ALIGNMENT:
             dh = dh.clone(memory_format=torch.contiguous_format)
-        return delta.run_backward(_for_descriptors(x), out, dh, dC, spec, delta_backward.backward)
+        return delta.run_backward(
+            _for_descriptors(x), out, dh, dC, spec, delta_backward.backward,
+            channel_gradients.launch if x.channel_gates else None,
+        )  # fmt: skip
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

@@ -21,6 +21,7 @@ is left of what cancels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -293,6 +294,11 @@ class Gradients(NamedTuple):
     beta: Tensor  # (B, T, H) float32
 
 
+# A launcher of another kernel: it takes the context, which tiles need levels, and the tensors of :func:`launch` from dh
+# on, of which the gradient of beta has a part for each 32 channels.
+Bounded = Callable[..., None]
+
+
 def allocate(ctx: ChannelContext) -> Gradients:
     """Allocate the results."""
     base, x = ctx.base, ctx.x
@@ -306,7 +312,7 @@ def allocate(ctx: ChannelContext) -> Gradients:
 
 def launch(
     ctx: ChannelContext, operands: Operands, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
-    dots: Tensor | None, grads: Gradients,
+    dots: Tensor | None, grads: Gradients, bounded: Bounded | None = None,
 ) -> None:  # fmt: skip
     """Launch `channel_gradients`.
 
@@ -318,6 +324,7 @@ def launch(
         states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
         dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
         grads: The outputs.
+        bounded: A launcher of another kernel for the tiles that need no levels, or None.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
     parts = ceil_div(base.K, tiles.split)
@@ -325,7 +332,9 @@ def launch(
     if parts > 1:
         dbeta = base.new(base.B, base.T, base.H * parts, 1)
         log_f = grads.log_f if x.channel_gates else base.new(base.B, base.T, base.H * parts, 1)
-    for leveled in (False, True):
+    if bounded is not None:
+        bounded(ctx, operands.leveled, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta))
+    for leveled in (True,) if bounded is not None else (False, True):
         crowded = BEFORE_TRITON_3_5 and leveled and not x.channel_gates
         num_warps = max(8, tiles.num_warps) if crowded else tiles.num_warps
         base.launch(channel_gradients, (base.tiles * base.H * parts,),

@@ -164,7 +164,10 @@ def forward(ctx: ChannelContext) -> DeltaOutputs:
     return DeltaOutputs(h, C, E, X, chunk_C)
 
 
-def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
+def backward(
+    ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
+    bounded: channel_gradients.Bounded | None = None,
+) -> DeltaGrads:  # fmt: skip
     """Launch the backward.
 
     Args:
@@ -172,6 +175,7 @@ def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor |
         E, X: What the forward stored; not read without correction.
         dh: The cotangent of h, (B, T, H, dhv).
         dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
+        bounded: A launcher of the gradients of tiles that need no levels, or None for that of Triton.
     """
     x, base, correct = ctx.x, ctx.base, ctx.spec.correct
     dh = results.dense_rows(base, dh)
@@ -184,7 +188,7 @@ def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor |
     operands = channel_tiles.launch(ctx, X if correct else None)
     states = channel_scans.launch_states(ctx, operands, errors, results.dense(base, x.C))
     cotangents, dots = channel_scans.launch_dv(ctx, operands, dh, errors, dv, results.dense(base, dC), dC0)
-    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads)
+    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, bounded)
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None

@@ -24,6 +24,7 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import channel_rule, delta_kernels
+from tfla.backends.triton.channel_gradients import Bounded
 
 CHECKPOINT_STEPS = 256
 
@@ -357,12 +358,15 @@ def launch_forward(
 
 def launch_backward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
-    by: Backward = backward,
+    by: Backward = backward, bounded: Bounded | None = None,
 ) -> DeltaGrads:  # fmt: skip
-    """Launch the backward by the kernels that take the call, with at most one gate a step by `by`."""
+    """Launch the backward by the kernels that take the call, with at most one gate a step by `by`.
+
+    With gates by channel `bounded`, if it is given, launches the gradients of tiles that need no levels.
+    """
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
-        return channel_rule.backward(channel_rule.context(base, x, spec, beta), E, X, dh, dC)
+        return channel_rule.backward(channel_rule.context(base, x, spec, beta), E, X, dh, dC, bounded)
     return by(context(base, x, spec, beta), E, X, dh, dC)
 
 
@@ -389,11 +393,12 @@ def forward_replay(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KE
 
 
 def run_backward(
-    x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec, by: Backward = backward
-) -> DeltaGrads:
+    x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec, by: Backward = backward,
+    bounded: Bounded | None = None,
+) -> DeltaGrads:  # fmt: skip
     """Record or replay the launches of the backward."""
     given = *x, out.E, out.X, dh, dC
-    signature = call_signature(("backward", by), x, spec, *given[len(x) :])
+    signature = call_signature(("backward", by, bounded), x, spec, *given[len(x) :])
     found: Sequence[Tensor | None]
     recorded = recorded_launches(signature)
     if recorded is not None:
@@ -403,7 +408,7 @@ def run_backward(
             inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
             read: Any = recorder.given[len(x) :]
             E, X, dh, dC = read
-            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by)
+            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by, bounded)
             found = recorder.results = grads  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 

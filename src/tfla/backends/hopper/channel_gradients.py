@@ -1,0 +1,644 @@
+"""The gradients of q, k, beta and gates by channel of tiles that need no levels, from the states around each tile.
+
+The results are those of `tfla.backends.triton.channel_gradients`, for reads by k after the decay. Tiles do not depend
+on each other: a work tile is one tile of one head. A program computes 128 key channels of it, each of two consumers 64,
+and everything is transposed, (channels, steps), so that left operands of products come from registers. With C the state
+before the tile and dC the cotangent after it, c_t the exponents of the decays from the middle of the tile to step t,
+up = 2^c and down = 2^-c, and a, b the decays of its first and of its second half, the steps are (`process_tile`):
+
+    for each 64 columns of dhv:
+    (1)   S_q <- S_q + do E^T,  S_r <- S_r + dv E^T                 (L, L / 2), one half of the columns each
+    (2)   dq^T <- dq^T + C do^T,  dr^T <- dr^T + C dv^T             (64, L) = (64, 64) (64, L)
+    (3)   W^T <- W^T + dC E^T                                       the same
+    (4)   across <- across + sum over dhv of C * dC                 (64)
+    then, of the whole tile:
+    (5)   c^T <- g^T M                                              (64, L) = (64, L) (L, L), M of 0, 1 and -1
+    (6)   S_q <- scale S_q masked to j <= i,  S_r <- -S_r to j < i  to shared memory, for both consumers
+    (7)   dq^T <- scale a dq^T,  dr^T <- -a dr^T,  W^T <- b W^T
+    (8)   W^T <- W^T + (q up)^T S_q + (k up)^T S_r                  (64, L) = (64, L) (L, L)
+    (9)   dq^T <- dq^T + (k beta down)^T S_q^T,  dr^T likewise by S_r
+    (10)  W <- W down,  dq <- dq up,  dr <- dr up,  dk = beta W + dr
+    (11)  dg_t <- a b across + sum of what steps read of C + sum over j < t of k_j beta_j W_j - q_j dq_j - k_j dr_j
+
+(11) is the sum over all pairs of a write before t and a read from t on. What its last sum takes off, reads of C before
+t and pairs on one side of t, is in the other terms as sums of the same products. So that these cancel but for 2^-16,
+the operands of (8), (9) and (11) and S_q are sums of two bfloat16 numbers each, and S_r is rounded once for both. The
+products of two second numbers are left out.
+
+Who waits for whom:
+
+    load warp  --full[s]-->   consumers --empty[s]-->  load warp     64 columns of E, do, dv, C and dC
+    key warp   --keys_full--> consumers --keys_empty--> key warp     q, k and gates, which the results overwrite
+    consumer 0 <--ready--> consumer 1                                S_q and S_r of the tile
+
+Consumers store S_q and S_r when the keys of the tile are there: both have left the tile before then.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_kernels import HIGHEST, LOG2E, LOWEST
+from tfla.backends.hopper import host, mma, pipeline, scheduler
+from tfla.backends.hopper.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.channel_gradients import Gradients
+    from tfla.backends.triton.channel_rule import ChannelContext
+
+CHANNELS = gl.constexpr(128)  # key channels of a program
+COLUMNS = gl.constexpr(64)  # columns of dhv at a time
+# The smallest log-gate that the products see: its decay is 0 in float32, and 0 times it is 0.
+CLOSED_GATE = gl.constexpr(-104.0)
+SMALLEST_BETA = gl.constexpr(1e-6)  # of which dv . E / beta is the gradient
+# Matrices in `p`:
+OF_QUERIES = gl.constexpr(0)
+LOW = gl.constexpr(1)  # the rounding errors of that
+OF_KEYS = gl.constexpr(2)
+
+
+class Config(NamedTuple):
+    """The constants of the kernel."""
+
+    L: Any  # steps of a tile
+    STAGES: Any  # stages of the ring, 56 KiB of tiles each, without correction 48
+    CHUNKS: Any  # how often a program reads COLUMNS columns of dhv
+    PARTS: Any  # parts of the gradient of beta, of 32 channels each
+    DOTS: Any  # parts of dv . E
+    CORRECT: Any  # there are read keys, which are k
+    BETA: Any  # the gradient of beta is computed
+
+
+class GlobalPointers(NamedTuple):
+    """The tensors in global memory that consumers access."""
+
+    dq: Any  # TMA descriptors of the results, in tiles (L, 64)
+    dk: Any
+    dg: Any
+    dbeta: Any  # (B, T, H, PARTS)
+    dots: Any  # dv . E over parts of dhv, (DOTS, tokens, H)
+    beta: Any  # (B, T, H)
+    stride_b: Any  # strides of beta, by batch row, token and head
+    stride_t: Any
+    stride_h: Any
+    tokens: Any  # tokens of all batch rows
+    scale: Any  # the factor of the queries
+
+
+class Tiles(NamedTuple):
+    """The tensors that tell which tiles a program computes."""
+
+    leveled: Any  # (H, tiles) int8: tiles of another kernel
+    tiles_per_head: Any  # tiles of one head over all batch rows
+
+
+class SharedStorage(NamedTuple):
+    """The shared memory of a program."""
+
+    # The ring of E, do, dv, C and dC:
+    e: Any  # (STAGES, L, COLUMNS)
+    do: Any  # (STAGES, L, COLUMNS)
+    dv: Any  # (STAGES, L, COLUMNS), with CORRECT
+    states: Any  # (2 STAGES, COLUMNS, 64): one tile for each consumer
+    cotangents: Any  # (2 STAGES, COLUMNS, 64)
+    full: Any  # barriers, (STAGES)
+    empty: Any  # barriers, (STAGES)
+    # What a tile has once:
+    q: Any  # and then dq, (2, L, 64): one tile for each consumer
+    k: Any  # and then dk, (2, L, 64)
+    g: Any  # and then the gradient of the log-gates, (2, L, 64)
+    keys_full: Any  # barriers, (1)
+    keys_empty: Any  # barriers, (1)
+    # What consumers exchange:
+    p: Any  # S_q, its rounding errors and S_r, (2 or 3, L, L)
+    ready: Any  # a barrier: both halves of them are stored
+    # Constants:
+    from_middle: Any  # M of step (5), (L, L)
+    before: Any  # 1 where the row is before the column, (L, L)
+    # Vectors of each consumer:
+    beta: Any  # (2, L)
+    sums: Any  # parts of k . W, (2, 4 L)
+
+
+class Tile(NamedTuple):
+    """The tile of one head that a program computes."""
+
+    b: Any  # batch row
+    h: Any  # head
+    start: Any  # first token in the batch row
+    steps: Any  # number of steps
+    end: Any  # the token after them
+    index: Any  # index among all tiles, of the states
+
+
+@gluon.jit
+def load_taken(index, tiles, params, L: gl.constexpr):
+    """Return 1 where this kernel computes work tile `index`: it has steps, and needs no levels."""
+    exists = index < params.num_work_tiles
+    _b, h, _start, steps, first_tile = scheduler.get_work_tile(gl.where(exists, index, 0), params, L, True)
+    leveled = gl.load(tiles.leveled + h.to(gl.int64) * tiles.tiles_per_head + first_tile).to(gl.int32)
+    return gl.where(exists & (steps > 0) & (leveled == 0), 1, 0)
+
+
+@gluon.jit
+def locate(index, tiles, params, L: gl.constexpr):
+    """Return the tile with the number `index`."""
+    b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, True)
+    return Tile(b=b, h=h, start=start, steps=steps, end=start + steps, index=h * tiles.tiles_per_head + first_tile)
+
+
+@gluon.jit
+def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
+    """Load E, do, dv, C and dC of each tile to shared memory by TMA, COLUMNS columns of dhv at a time.
+
+    Args:
+        E, DO, DV: TMA descriptors, in tiles (L, COLUMNS).
+        states, cotangents: TMA descriptors of C and dC, in tiles (COLUMNS, 64), two a program.
+        tiles: Which tiles a program computes.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    TENSORS: gl.constexpr = 3 if config.CORRECT else 2
+    nbytes: gl.constexpr = TENSORS * E.block_type.nbytes + 4 * states.block_type.nbytes
+    channel = gl.program_id(1) * CHANNELS
+    n = 0
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        if load_taken(index, tiles, params, L) != 0:
+            tile = locate(index, tiles, params, L)
+            for i in range(0, config.CHUNKS):
+                s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
+                mbarrier.expect(bar, nbytes)
+                at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, i * COLUMNS, tile.end, params)
+                pipeline.async_load(E, at, bar, shared.e.index(s))
+                pipeline.async_load(DO, at, bar, shared.do.index(s))
+                if config.CORRECT:
+                    pipeline.async_load(DV, at, bar, shared.dv.index(s))
+                for half in gl.static_range(2):
+                    block = (tile.index, i * COLUMNS, channel + 64 * half)
+                    pipeline.async_load(states, block, bar, shared.states.index(2 * s + half))
+                    pipeline.async_load(cotangents, block, bar, shared.cotangents.index(2 * s + half))
+                n += 1
+
+
+@gluon.jit
+def run_key_warp(Q, K, G, tiles, shared, params, group_size, config):
+    """Load q, k and the log-gates of each tile to shared memory by TMA.
+
+    Args:
+        Q, K, G: TMA descriptors, in tiles (L, 64), two a program.
+        tiles: Which tiles a program computes.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        group_size: Heads of v that share a head of q and k.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    channel = gl.program_id(1) * CHANNELS
+    n = 0
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        if load_taken(index, tiles, params, L) != 0:
+            tile = locate(index, tiles, params, L)
+            _s, bar = pipeline.acquire(n, shared.keys_full, shared.keys_empty, 1)
+            mbarrier.expect(bar, 4 * Q.block_type.nbytes + 2 * G.block_type.nbytes)
+            for half in gl.static_range(2):
+                column = channel + 64 * half
+                at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, column, tile.end, params)
+                pipeline.async_load(G, at, bar, shared.g.index(half))
+                at = scheduler.tile_coordinates(tile.b, tile.h // group_size, tile.start, column, tile.end, params)
+                pipeline.async_load(Q, at, bar, shared.q.index(half))
+                pipeline.async_load(K, at, bar, shared.k.index(half))
+            n += 1
+
+
+@gluon.jit
+def load_transposed(tile, L: gl.constexpr):
+    """Return a tile (L, 64) in shared memory transposed, (64, L), in the layout of accumulators."""
+    return tile.reshape([L, 64]).permute((1, 0)).load(mma.accumulator_layout(L))
+
+
+@gluon.jit
+def store_transposed(x, to, L: gl.constexpr):
+    """Store x, (64, L), transposed, over a tile (L, 64) in shared memory."""
+    to.reshape([L, 64]).permute((1, 0)).store(x.to(to.dtype))
+
+
+@gluon.jit
+def add_split_products(acc, A, A_low, b):
+    """Start acc + (A + A_low) b, for left operands in registers."""
+    acc = warpgroup_mma(A, b, acc, is_async=True)
+    return warpgroup_mma(A_low, b, acc, is_async=True)
+
+
+@gluon.jit
+def store_scores(S_q, S_r, n, gmem, shared, half: gl.constexpr, config):
+    """Store the consumer's half of S_q and S_r of the program's tile n, step (6), and tell the other consumer."""
+    L: gl.constexpr = config.L
+    i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
+    S_q, low = mma.split_in_two(mma.apply_causal_mask(S_q, gmem.scale, i, j, half, False), gl.bfloat16)
+    shared.p.index(OF_QUERIES).slice(half * (L // 2), L // 2, 1).store(S_q)
+    shared.p.index(LOW).slice(half * (L // 2), L // 2, 1).store(low)
+    if config.CORRECT:
+        S_r = mma.apply_causal_mask(S_r, -1.0, i, j, half, False, True)
+        shared.p.index(OF_KEYS).slice(half * (L // 2), L // 2, 1).store(S_r.to(gl.bfloat16))
+    fence_async_shared()  # MMAs read them through the asynchronous proxy
+    pipeline.barrier()  # all warps of this consumer have stored
+    mbarrier.arrive(shared.ready, count=1)
+
+
+@gluon.jit
+def process_states(n, shared, half: gl.constexpr, config):
+    """Compute what a tile needs of E, do, dv, C and dC, steps (1) to (4).
+
+    Args:
+        n: Number of the tile among those of the program.
+        shared: Shared memory.
+        half: Which consumer this is.
+        config: Constants.
+
+    Returns:
+        S_q and S_r, (L, L / 2); dq^T, dr^T and W^T, (64, L); across, (64).
+    """
+    L: gl.constexpr = config.L
+    of_out: gl.constexpr = mma.accumulator_layout(L)
+    of_scores: gl.constexpr = mma.accumulator_layout(L // 2)
+    S_q = gl.zeros([L, L // 2], gl.float32, of_scores)
+    S_r = gl.zeros([L, L // 2], gl.float32, of_scores)
+    dq = gl.zeros([64, L], gl.float32, of_out)
+    dr = gl.zeros([64, L], gl.float32, of_out)
+    W = gl.zeros([64, L], gl.float32, of_out)
+    across = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_out))
+    for i in range(0, config.CHUNKS):
+        s, phase = pipeline.stage_and_phase(n * config.CHUNKS + i, config.STAGES)
+        mbarrier.wait(shared.full.index(s), phase)
+        e = shared.e.index(s).reshape([L, COLUMNS])
+        do = shared.do.index(s).reshape([L, COLUMNS])
+        # (1) One half of the columns of do E^T and dv E^T
+        writes = e.slice(half * (L // 2), L // 2, 0).permute((1, 0))
+        S_q = warpgroup_mma(do, writes, S_q, is_async=True)
+        # (2) and (3)
+        C = shared.states.index(2 * s + half).reshape([COLUMNS, 64]).permute((1, 0)).load(of_out)  # (64, COLUMNS)
+        dC = shared.cotangents.index(2 * s + half).reshape([COLUMNS, 64]).permute((1, 0)).load(of_out)
+        A = mma.to_left_operand(C, L)
+        B = mma.to_left_operand(dC, L)
+        dq = warpgroup_mma(A, do.permute((1, 0)), dq, is_async=True)
+        W = warpgroup_mma(B, e.permute((1, 0)), W, is_async=True)
+        if config.CORRECT:
+            dv = shared.dv.index(s).reshape([L, COLUMNS])
+            S_r = warpgroup_mma(dv, writes, S_r, is_async=True)
+            dr = warpgroup_mma(A, dv.permute((1, 0)), dr, is_async=True)
+        # (4)
+        across += gl.sum(C.to(gl.float32) * dC.to(gl.float32), 1)
+        tma.store_wait(0)  # the results of the previous tile have left
+        if config.CORRECT:
+            S_q, S_r, dq, dr, W, A, B = warpgroup_mma_wait(0, deps=[S_q, S_r, dq, dr, W, A, B])
+        else:
+            S_q, dq, W, A, B = warpgroup_mma_wait(0, deps=[S_q, dq, W, A, B])
+        pipeline.barrier()  # the MMAs of all warps have read the stage
+        mbarrier.arrive(shared.empty.index(s), count=1)
+        mbarrier.arrive(shared.keys_empty.index(0), count=1, pred=(i == 0) & (n > 0))
+    return S_q, S_r, dq, dr, W, across
+
+
+@gluon.jit
+def store_write_gradient(products, beta, r, tile, gmem, shared, params, half: gl.constexpr, config):
+    """Store what the consumer adds to the gradient of beta: sums of k * W, (64, L), over its channels.
+
+    Where beta is not near 0, it is dv . E / beta, which the first consumer of a head adds. The consumer's 64 channels
+    are two parts, of which the second one is 0.
+
+    Args:
+        products: k^T * W^T, (64, L).
+        beta: (L), in the layout of `r`.
+        r: The steps, (L).
+        tile: The tile.
+        gmem: Tensors in global memory.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        half: Which consumer this is.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    layout: gl.constexpr = r.type.layout
+    sums = shared.sums.index(half)
+    mma.store_partial_sums(products, sums, 0, L)
+    found = sums.slice(0, L, 0).load(layout) + sums.slice(L, L, 0).load(layout)
+    found += sums.slice(2 * L, L, 0).load(layout) + sums.slice(3 * L, L, 0).load(layout)
+    H = scheduler.rematerialize(params.H)
+    first = (tile.b.to(gl.int64) * params.T + tile.start) * H + tile.h
+    exists = r < tile.steps
+    part = gl.program_id(1) * (CHANNELS // 32) + 2 * half
+    if config.DOTS > 0:
+        by_errors = gl.zeros([L], gl.float32, layout)
+        for i in gl.static_range(config.DOTS):
+            at = gmem.dots + (i * gl.to_tensor(gmem.tokens).to(gl.int64) * H + first) + r * H
+            by_errors += gl.load(at, mask=exists & (part == 0), other=0.0)
+        found = gl.where(gl.abs(beta) > SMALLEST_BETA, by_errors / beta, found)
+    to = gmem.dbeta + first * config.PARTS + (r * (H * config.PARTS) + part)
+    gl.store(to, found, mask=exists & (part < config.PARTS))
+    gl.store(to + 1, found * 0.0, mask=exists & (part + 1 < config.PARTS))
+
+
+@gluon.jit
+def reciprocal(x):
+    """Return 1 / x up to 2^-23; it is computed where it is used and not kept."""
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def compute_decays(g, shared, config):
+    """Return the decays of the first and of the second half of a tile, (64) each, and up^T, (64, L), step (5).
+
+    The products see gates that are at least CLOSED_GATE.
+
+    Args:
+        g: The log-gates in shared memory, (L, 64).
+        shared: Shared memory.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    of_out: gl.constexpr = mma.accumulator_layout(L)
+    gates = load_transposed(g, L).to(gl.float32)  # (64, L)
+    gates = gl.where(gates < CLOSED_GATE, CLOSED_GATE, gates)
+    gates = gl.where(gates > HIGHEST, HIGHEST, gates)
+    step = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, of_out)), 0)  # (1, L)
+    first = gl.exp2(gl.sum(gl.where(step < L // 2, gates, 0.0), 1) * LOG2E)  # (64)
+    second = gl.exp2(gl.sum(gl.where(step < L // 2, 0.0, gates), 1) * LOG2E)
+    if g.dtype == gl.float32:
+        A, A_low = mma.split_left_operand(gates, L, shared.from_middle.dtype)
+        c = warpgroup_mma(A_low, shared.from_middle, mma.issue_mma(A, shared.from_middle), is_async=True)
+        c, A, A_low = warpgroup_mma_wait(0, deps=[c, A, A_low])
+    else:
+        A = mma.to_left_operand(gates.to(g.dtype), L)
+        c = mma.issue_mma(A, shared.from_middle)
+        c, A = warpgroup_mma_wait(0, deps=[c, A])
+    return first, second, gl.exp2(c * LOG2E)
+
+
+@gluon.jit
+def process_tile(n, tile, gmem, shared, params, half: gl.constexpr, config):
+    """Process the program's tile n: everything in the module's docstring.
+
+    Args:
+        n: Number of the tile among those of the program.
+        tile: The tile.
+        gmem: Tensors in global memory.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        half: Which consumer this is.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    of_out: gl.constexpr = mma.accumulator_layout(L)
+    # beta, from global memory while the states are processed
+    r = gl.arange(0, L, gl.BlockedLayout([1], [32], [4], [0]))
+    beta_at = gmem.beta + (tile.b.to(gl.int64) * gmem.stride_b + tile.h.to(gl.int64) * gmem.stride_h)
+    beta_at += gl.to_tensor(tile.start).to(gl.int64) * gmem.stride_t
+    beta = gl.load(beta_at + r * gmem.stride_t, mask=r < tile.steps, other=0.0).to(gl.float32)  # (L)
+    S_q, S_r, dq, dr, W, across = process_states(n, shared, half, config)
+    shared.beta.index(half).store(beta)
+    q, k, g = shared.q.index(half), shared.k.index(half), shared.g.index(half)
+    mbarrier.wait(shared.keys_full.index(0), n & 1)
+    # (6) before (5), for the registers of S_q and S_r
+    store_scores(S_q, S_r, n, gmem, shared, half, config)
+    first, second, up = compute_decays(g, shared, config)
+    # (7)
+    W *= gl.expand_dims(second, 1)
+    dq *= gl.expand_dims(first * gmem.scale, 1)
+    total = across * first * second
+    query = load_transposed(q, L).to(gl.float32) * up
+    total += gl.sum(query * dq, 1)  # (64)
+    mbarrier.wait(shared.ready, n & 1)
+    # (8) W^T <- W^T + (q up)^T S_q + (k up)^T S_r
+    A, A_low = mma.split_left_operand(query, L, gl.bfloat16)
+    W = add_split_products(W, A, A_low, shared.p.index(OF_QUERIES))
+    W = warpgroup_mma(A, shared.p.index(LOW), W, is_async=True)
+    if config.CORRECT:
+        dr *= gl.expand_dims(-first, 1)
+        read = load_transposed(k, L).to(gl.float32) * up
+        total += gl.sum(read * dr, 1)
+        B, B_low = mma.split_left_operand(read, L, gl.bfloat16)
+        W = add_split_products(W, B, B_low, shared.p.index(OF_KEYS))
+        A, A_low = warpgroup_mma_wait(2, deps=[A, A_low])
+    # (9) dq^T <- dq^T + (k beta down)^T S_q^T, and dr^T by S_r
+    b = gl.expand_dims(shared.beta.index(half).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
+    write = load_transposed(k, L).to(gl.float32) * b * reciprocal(up)
+    D, D_low = mma.split_left_operand(write, L, gl.bfloat16)
+    if config.CORRECT:
+        W, B, B_low = warpgroup_mma_wait(0, deps=[W, B, B_low])
+    else:
+        W, A, A_low = warpgroup_mma_wait(0, deps=[W, A, A_low])
+    dq = add_split_products(dq, D, D_low, shared.p.index(OF_QUERIES).permute((1, 0)))
+    dq = warpgroup_mma(D, shared.p.index(LOW).permute((1, 0)), dq, is_async=True)
+    if config.CORRECT:
+        dr = add_split_products(dr, D, D_low, shared.p.index(OF_KEYS).permute((1, 0)))
+    # (10)
+    W *= reciprocal(up)
+    k_t = load_transposed(k, L).to(gl.float32)
+    if config.BETA:
+        store_write_gradient(k_t * W, beta, r, tile, gmem, shared, params, half, config)
+    dk = W * b
+    if config.CORRECT:
+        dq, dr, D, D_low = warpgroup_mma_wait(0, deps=[dq, dr, D, D_low])
+    else:
+        dq, D, D_low = warpgroup_mma_wait(0, deps=[dq, D, D_low])
+    dq *= up
+    # (11)
+    change = k_t * dk - load_transposed(q, L).to(gl.float32) * dq
+    if config.CORRECT:
+        dr *= up
+        change -= k_t * dr
+        dk += dr
+    store_transposed(dq, q, L)
+    store_transposed(dk, k, L)
+    A, A_low = mma.split_left_operand(change, L, gl.bfloat16)
+    dg = gl.zeros([64, L], gl.float32, of_out) + gl.expand_dims(total, 1)
+    dg = add_split_products(dg, A, A_low, shared.before)
+    gates = load_transposed(g, L).to(gl.float32)
+    dg, A, A_low = warpgroup_mma_wait(0, deps=[dg, A, A_low])
+    store_transposed(gl.where((gates < LOWEST) | (gates > HIGHEST), 0.0, dg), g, L)
+    fence_async_shared()
+    column = gl.program_id(1) * CHANNELS + half * 64
+    at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, column, tile.end, params)
+    pipeline.async_store(gmem.dq, at, q)
+    pipeline.async_store(gmem.dk, at, k)
+    pipeline.async_store(gmem.dg, at, g)
+
+
+@gluon.jit
+def run_consumer(half: gl.constexpr, gmem, tiles, shared, params, config):
+    """Run one consumer warpgroup over all tiles of the program."""
+    L: gl.constexpr = config.L
+    n = gl.to_tensor(0)
+    index = gl.program_id(0)
+    taken = load_taken(index, tiles, params, L)
+    while index < params.num_work_tiles:
+        following = scheduler.next_work_tile(index)
+        taken_next = load_taken(following, tiles, params, L)  # long before it is used
+        if taken != 0:
+            process_tile(n, locate(index, tiles, params, L), gmem, shared, params, half, config)
+            n += 1
+        index = following
+        taken = taken_next
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[
+    "T", "tiles_per_head", "H", "group_size", "num_work_tiles", "tokens", "stride_b", "stride_t", "stride_h", "scale",
+])  # fmt: skip
+def channel_gradients_kernel(
+    Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, leveled, beta, dots, dbeta, schedule,
+    T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
+    L: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, PARTS: gl.constexpr, DOTS: gl.constexpr,
+    CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of tiles that need no levels. The grid is (programs, dqk / CHANNELS).
+
+    Args:
+        Q, K, G: TMA descriptors of the queries, keys and log-gates, in tiles (L, 64).
+        E, DO, DV: TMA descriptors of the prediction errors, or without CORRECT of the values, of the cotangent of h
+            and of dv, in tiles (L, COLUMNS). DV is read with CORRECT.
+        states, cotangents: TMA descriptors of C before each tile and dC after it, (H * tiles, dhv, dqk), in tiles
+            (COLUMNS, 64).
+        dQ, dK, dG: TMA descriptors of the results, (B, T, H, dqk), in tiles (L, 64).
+        leveled: (H, tiles) int8, which tiles need levels.
+        beta: (B, T, H), any float dtype.
+        dots: dv . E over each of DOTS parts of dhv, (DOTS, B, T, H) float32.
+        dbeta: Output for parts of the gradient of beta, (B, T, H, PARTS) float32, with BETA.
+        schedule: Schedule of the tiles of packed sequences, with IS_VARLEN.
+        T: Tokens of a batch row.
+        tiles_per_head: Tiles of one head over all batch rows.
+        H: Heads.
+        group_size: Heads of v that share a head of q and k.
+        num_work_tiles: Tiles times H.
+        tokens: Tokens of all batch rows.
+        stride_b, stride_t, stride_h: Strides of beta.
+        scale: The factor of the queries.
+    """
+    partitions(
+        (Q, K, G), (E, DO, DV, states, cotangents), group_size,
+        GlobalPointers(
+            dq=dQ, dk=dK, dg=dG, dbeta=dbeta, dots=dots, beta=beta, stride_b=stride_b, stride_t=stride_t,
+            stride_h=stride_h, tokens=tokens, scale=scale,
+        ),
+        Tiles(leveled=leveled, tiles_per_head=tiles_per_head),
+        scheduler.SchedulerParams(
+            T=T, H=H, segment_steps=L, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None
+        ),
+        Config(L=L, STAGES=STAGES, CHUNKS=CHUNKS, PARTS=PARTS, DOTS=DOTS, CORRECT=CORRECT, BETA=BETA),
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_constants(shared, L: gl.constexpr):
+    """Store the matrices of steps (5) and (11) to shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    j = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(1, layout)), 1)
+    i = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, layout)), 0)
+    middle: gl.constexpr = L // 2 - 1
+    weights = gl.where((j > middle) & (j <= i), 1.0, gl.where((j <= middle) & (j > i), -1.0, 0.0))
+    shared.from_middle.store(weights.to(shared.from_middle.dtype))
+    shared.before.store(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16))
+
+
+@gluon.jit
+def partitions(keys, values, group_size, gmem, tiles, params, config):
+    """Allocate shared memory and start the partitions of the program: consumers, load and key warp."""
+    Q, K, G = keys
+    E, DO, DV, states, cotangents = values
+    L: gl.constexpr = config.L
+    full, empty = pipeline.allocate_full_empty(config.STAGES, 1, 2)
+    keys_full, keys_empty = pipeline.allocate_full_empty(1, 1, 2)
+    shared = SharedStorage(
+        e=pipeline.allocate_tiles(E, config.STAGES),
+        do=pipeline.allocate_tiles(DO, config.STAGES),
+        dv=pipeline.allocate_tiles(DV, config.STAGES) if config.CORRECT else None,
+        states=pipeline.allocate_tiles(states, 2 * config.STAGES),
+        cotangents=pipeline.allocate_tiles(cotangents, 2 * config.STAGES),
+        full=full,
+        empty=empty,
+        q=pipeline.allocate_tiles(Q, 2),
+        k=pipeline.allocate_tiles(K, 2),
+        g=pipeline.allocate_tiles(G, 2),
+        keys_full=keys_full,
+        keys_empty=keys_empty,
+        p=pipeline.allocate_operands(gl.bfloat16, 3 if config.CORRECT else 2, L, L),
+        ready=pipeline.allocate_barrier(2),
+        from_middle=pipeline.allocate_operands(Q.dtype, 1, L, L).index(0),
+        before=pipeline.allocate_operands(gl.bfloat16, 1, L, L).index(0),
+        beta=pipeline.allocate_vectors(gl.float32, 2, L),
+        sums=pipeline.allocate_vectors(gl.float32, 2, 4 * L),
+    )
+    store_constants(shared, L)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (run_consumer, (0, gmem, tiles, shared, params, config)),
+            (run_consumer, (1, gmem, tiles, shared, params, config)),
+            (run_load_warp, (E, DO, DV, states, cotangents, tiles, shared, params, config)),
+            (run_key_warp, (Q, K, G, tiles, shared, params, group_size, config)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def _state_descriptor(ctx: "ChannelContext", states: Tensor) -> Any:
+    """Return the TMA descriptor of states, (H, tiles, dhv, dqk), in tiles (COLUMNS, 64)."""
+    _, _, V, K = states.shape
+    layout = gl.NVMMASharedLayout(128, 16, 3)
+    descriptor = TensorDescriptor(
+        states, [states.numel() // (V * K), V, K], [V * K, K, 1], [1, COLUMNS.value, 64], layout
+    )
+    return ctx.base.do(host.descriptor_factory(descriptor), states)
+
+
+def launch(
+    ctx: "ChannelContext", leveled: Tensor, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
+    dots: Tensor | None, grads: "Gradients",
+) -> None:  # fmt: skip
+    """Compute the gradients of all tiles that need no levels.
+
+    Args:
+        ctx: The context of the call.
+        leveled: Which tiles need levels, (H, tiles) int8.
+        dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
+        E: The prediction errors, or without correction the values.
+        states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
+        dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
+        grads: The outputs; that of beta has the parts of the Triton kernel, (B, T, H, parts).
+    """
+    base, x = ctx.base, ctx.x
+    tiles = scheduler.launch(replace(base, segment_steps=base.L, segments=base.tiles))
+    blocks = ceil_div(base.K, CHANNELS.value)
+    count = base.tiles * base.H
+    programs = host.balanced_programs(count, max(1, host.processors(x.q.device) // blocks))
+    columns = COLUMNS.value
+    room = not ctx.spec.correct and ctx.log_f.element_size() == 2  # in shared memory, for a third stage
+    base.launch(channel_gradients_kernel, (programs, blocks),
+        host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, ctx.log_f, 64),
+        host.descriptor(base, E, columns), host.descriptor(base, dh, columns), host.descriptor(base, dv, columns),
+        _state_descriptor(ctx, states), _state_descriptor(ctx, cotangents), host.descriptor(base, grads.q, 64),
+        host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64), leveled, ctx.beta,
+        grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H, base.group, count,
+        base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, L=base.L, STAGES=3 if room else 2,
+        CHUNKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
+        DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,
+        IS_VARLEN=base.packed, num_warps=4,
+    )  # fmt: skip
