@@ -18,7 +18,7 @@ KERNELS = {
     name: f"{name}_kernel"
     for name in (
         "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv", "delta_dv_dk", "delta_dq_dk",
-        "channel_operands", "channel_solve", "channel_gradients",
+        "channel_operands", "channel_gradients",
     )
 } | {"delta_solve": "solve_kernel"}  # fmt: skip
 SHARED_MODULES = (

@@ -609,6 +609,11 @@ def _state_descriptor(ctx: "ChannelContext", states: Tensor) -> Any:
     return ctx.base.do(host.descriptor_factory(descriptor), states)
 
 
+def supports(ctx: "ChannelContext") -> bool:
+    """Return whether the kernel computes the gradients of this call."""
+    return ctx.x.channel_gates and ctx.x.read_key is None and not ctx.spec.read_before_decay
+
+
 def launch(
     ctx: "ChannelContext", leveled: Tensor, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
     dots: Tensor | None, grads: "Gradients",

@@ -6,7 +6,7 @@ One program of two warpgroups computes a tile of 64 steps; two programs fit a mu
     layout     a warp has eight steps of 128 channels, a thread 4 channels of each: prefix sums of gates add up numbers
                of one thread, and sums over the steps of a warp go through shared memory once
     products   wgmma in tf32 with both operands in shared memory: the reads q a, and below them r a, by the writes k w
-    M B        goes to memory as it is, as :mod:`.channel_solve` reads it, mostly in the place of X B
+    M B        goes to memory in the place of X B, which `solve_kernel` of :mod:`.delta_solve` computes from it
 
 Exponents are sums from the middle of the tile, c of :mod:`tfla.backends.triton.channel_decays`. In a bounded tile they
 are at most 100, so that what float32 sums lose is below the rounding of tf32.
@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tfla.backends.gpu.gate_kernels import HIGHEST, base2_exponent, first_tile, locate_chunk
-from tfla.backends.hopper import mma, pipeline
+from tfla.backends.hopper import delta_solve, mma, pipeline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tfla.backends.triton.channel_rule import ChannelContext
 
+LARGEST_NARROW_HEAD = 64  # dqk that would leave half of a program idle
 REGISTERS = 128  # of a thread, so that two programs fit a multiprocessor
-M_ARGUMENT = 11  # the place of X among the arguments
 L = gl.constexpr(64)  # steps of a tile
 WIDTH = gl.constexpr(128)  # channels that a program has at a time
 GROUP_STEPS = gl.constexpr(8)  # steps of a warp
@@ -97,12 +98,12 @@ def exponents_from_middle(g, sums):
 def channel_operands_kernel(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, READ_BEFORE: gl.constexpr, SOLVE: gl.constexpr,
-    SPLIT: gl.constexpr, IS_VARLEN: gl.constexpr, BOUND: gl.constexpr,
+    DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, SOLVE: gl.constexpr, SPLIT: gl.constexpr,
+    IS_VARLEN: gl.constexpr, BOUND: gl.constexpr,
 ):  # fmt: skip
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
-    The arguments are those of `decay_operands`; M B, not X B, is written to X, with SOLVE.
+    The arguments are those of `decay_operands`, for reads after the decay; M B, not X B, is written to X, with SOLVE.
     """
     dtype: gl.constexpr = Qa.dtype.element_ty
     queries = gl.allocate_shared_memory(gl.float32, [L, WIDTH], OPERAND)
@@ -165,10 +166,7 @@ def channel_operands_kernel(
             queries.store(mma.nearest_tf32(x))
             gl.store(step_addresses(Qa, c, r, H * DK), (x * (to_middle * scale)).to(dtype), mask=inside)
             if CORRECT:
-                up_r = up
-                if READ_BEFORE:
-                    up_r = gl.exp2(e - g)
-                x = read.to(gl.float32) * up_r
+                x = read.to(gl.float32) * up
                 if SOLVE:
                     reads.store(mma.nearest_tf32(x))
                 gl.store(step_addresses(Ra, c, r, H * DK), (x * to_middle).to(dtype), mask=inside)
@@ -206,23 +204,24 @@ def channel_operands_kernel(
 
 def supports(ctx: ChannelContext) -> bool:
     """Return whether the kernel computes the operands of this call."""
-    return ctx.base.L == 64 and ctx.x.q.element_size() == 2 and 64 < ctx.base.K <= 256
+    short = ctx.x.q.dtype == torch.bfloat16
+    return short and ctx.base.K > LARGEST_NARROW_HEAD and not ctx.spec.read_before_decay
 
 
-def launch(ctx: ChannelContext, arguments: tuple[Any, ...], W: Tensor | None, solve: bool) -> None:
-    """Launch `channel_operands_kernel`.
+def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, leveled: Tensor) -> None:
+    """Launch `channel_operands_kernel`, and `solve_kernel` where M B is to be solved for X B.
 
     Args:
         ctx: The context of the call.
-        arguments: The arguments of `decay_operands` before `per_program`.
-        W: The output for M B, (B, T, H, L), or None.
-        solve: Whether M is computed.
+        arguments: The first arguments of `decay_operands`, without `per_program`.
+        X: The output for X B, (B, T, H, L), or None where it is not computed.
+        leveled: The output for which tiles need levels, (H, tiles) int8.
     """
     base = ctx.base
     base.launch(channel_operands_kernel, (base.tiles * base.H,),
-        *arguments[:M_ARGUMENT], arguments[M_ARGUMENT] if W is None else W, *arguments[M_ARGUMENT + 1 :],
-        *ctx.input_strides,
-        DK=base.K, CORRECT=ctx.spec.correct, READ_KEY=ctx.x.read_key is not None,
-        READ_BEFORE=ctx.spec.read_before_decay, SOLVE=solve, SPLIT=ctx.split_keys, IS_VARLEN=base.packed,
-        BOUND=ctx.tile_constants["BOUND"], num_warps=8, compilation={"maxnreg": REGISTERS},
+        *arguments, *ctx.input_strides, DK=base.K, CORRECT=ctx.spec.correct, READ_KEY=ctx.x.read_key is not None,
+        SOLVE=X is not None, SPLIT=ctx.split_keys, IS_VARLEN=base.packed, BOUND=ctx.tile_constants["BOUND"],
+        num_warps=8, compilation={"maxnreg": REGISTERS},
     )  # fmt: skip
+    if X is not None:
+        delta_solve.launch_by_channel(ctx, X, leveled)

@@ -1,6 +1,7 @@
-"""The Hopper backend of the delta rule: scans for h, dv, dq and dk in Gluon, other kernels those of Triton.
+"""The Hopper backend of the delta rule: X and scans for h, dv, dq and dk in Gluon, other kernels those of Triton.
 
-With gates by channel one kernel is in Gluon, that of the gradients of q, k, beta and gates.
+With gates by channel the kernels in Gluon are those of operands, X, and the gradients of q, k, beta and gates, for
+tiles that need no levels; the scans are Triton's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 
 if TYPE_CHECKING:
+    from tfla.backends.triton.channel_rule import BoundedKernels, ChannelContext
     from tfla.backends.triton.delta import ForwardKernels
 
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
@@ -37,16 +39,27 @@ def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
     return x._replace(**copies) if copies else x
 
 
+def bounded_kernels(ctx: ChannelContext) -> BoundedKernels:
+    """Return the kernels for tiles that need no levels: those in Gluon that take the call."""
+    from tfla.backends.hopper import channel_gradients, channel_operands
+    from tfla.backends.triton.channel_rule import BoundedKernels
+
+    return BoundedKernels(
+        operands=channel_operands.launch if channel_operands.supports(ctx) else None,
+        gradients=channel_gradients.launch if channel_gradients.supports(ctx) else None,
+    )
+
+
 def _kernels() -> ForwardKernels:
     """Return the launchers of a forward."""
     from tfla.backends.hopper import delta_h, delta_solve
     from tfla.backends.triton import delta
 
-    return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch)
+    return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch, bounded=bounded_kernels)
 
 
 class HopperDelta(TritonDelta):
-    """The backend of :mod:`.delta_h`, :mod:`.delta_backward` and :mod:`.channel_gradients`.
+    """The backend of :mod:`.delta_h`, :mod:`.delta_backward` and the kernels for gates by channel.
 
     A forward stores what Triton's does.
     """
@@ -67,8 +80,8 @@ class HopperDelta(TritonDelta):
             return f"it takes bfloat16, the inputs are {x.q.dtype}"
         if x.q.shape[0] == 0:
             return "it takes no empty batch"
-        if x.read_key is not None:
-            return "it takes no read key"
+        if x.read_key is not None and not x.channel_gates:
+            return "it takes a read key with gates by channel alone"
         dqk, dhv = x.q.shape[3], x.v.shape[3]
         most_dqk, most_dhv = LARGEST_BY_CHANNEL if x.channel_gates else (LARGEST_DQK, LARGEST_DHV)
         fits = SMALLEST_DIM <= dqk <= most_dqk and SMALLEST_DIM <= dhv <= most_dhv
@@ -102,7 +115,7 @@ class HopperDelta(TritonDelta):
 
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
         """Compute the gradients from the cotangents of h and of the final state."""
-        from tfla.backends.hopper import channel_gradients, delta_backward
+        from tfla.backends.hopper import delta_backward
         from tfla.backends.triton import delta
 
         if spec.kernel == BY_SEGMENTS:
@@ -110,8 +123,7 @@ class HopperDelta(TritonDelta):
         if not self._aligned(dh) or dh.data_ptr() % ALIGNMENT:
             dh = dh.clone(memory_format=torch.contiguous_format)
         return delta.run_backward(
-            _for_descriptors(x), out, dh, dC, spec, delta_backward.backward,
-            channel_gradients.launch if x.channel_gates else None,
+            _for_descriptors(x), out, dh, dC, spec, delta_backward.backward, bounded_kernels
         )  # fmt: skip
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:

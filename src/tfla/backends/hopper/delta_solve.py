@@ -11,6 +11,9 @@ from 0 to 3. Those above it are stored as zeros, because the scans multiply by a
                                      same two neighbors of the inner dimension in both operands. Others pass through
                                      shared memory
 
+With gates by channel M B is in memory already, in the place of X B. With W = M B that is W (I + W)^-1, the same with W
+for M and ones for beta, so that one kernel is for both.
+
 With one warp a program there is no barrier between warps, and twelve programs fit a multiprocessor: their warps hide
 what each of them waits for. What steps (2) to (4) share lies where the keys were.
 """
@@ -26,11 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tfla.backends.gpu.config import power_of_two
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import COLUMN, ROW, VECTORS, first_tile, locate_chunk
-from tfla.backends.hopper import host, pipeline, scheduler
+from tfla.backends.hopper import host, mma, pipeline, scheduler
 from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.delta_kernels import solve_precision
 
 if TYPE_CHECKING:
+    from tfla.backends.triton.channel_rule import ChannelContext
     from tfla.backends.triton.delta import DeltaContext
 
 SIDE = gl.constexpr(16)  # of a block
@@ -77,9 +81,9 @@ def shared_blocks(count):
 
 @gluon.jit
 def nearest_tf32(x, PRECISION: gl.constexpr):
-    """Return what `nearest_tf32` of the Triton kernels does: x rounded where MMAs would cut it off to tf32."""
+    """Return x rounded where MMAs cut it off to tf32."""
     if PRECISION == "tf32":
-        return ((x.to(gl.int32, bitcast=True) + 0x1000) & -0x2000).to(gl.float32, bitcast=True)
+        return mma.nearest_tf32(x)
     else:
         return x
 
@@ -140,12 +144,12 @@ def block_of(blocks, i: gl.constexpr):
 
 
 @gluon.jit
-def solve_diagonal(m, beta, blocks, X, steps, stride, PRECISION: gl.constexpr):
+def solve_diagonal(m, vectors, blocks, X, steps, stride, PRECISION: gl.constexpr):
     """Compute and store X_ii = M_ii (I + B M_ii)^-1 row by row; row i is m_i - sum over j < i of m_ij b_j x_j.
 
     Args:
         m: M_ii in shared memory, (BLOCKS SIDE, SIDE), zeros on and above the diagonal.
-        beta: Shared memory with beta of the tile, (L).
+        vectors: Shared memory with beta of the tile in its third row, (3, L), or None where beta is 1.
         blocks: Output in shared memory for X_ii rounded to tf32, (BLOCKS SIDE, SIDE).
         X: Output for X_ii, the first step of the tile.
         steps: Steps from there on.
@@ -157,7 +161,8 @@ def solve_diagonal(m, beta, blocks, X, steps, stride, PRECISION: gl.constexpr):
     block = gl.expand_dims(gl.expand_dims(block, 1), 2) * SIDE  # first steps of blocks
     column = gl.arange(0, SIDE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 1)
-    b = split_columns(beta.reshape([BLOCKS, 1, SIDE]).load(of_rows))
+    if vectors is not None:
+        b = split_columns(vectors.index(2).reshape([BLOCKS, 1, SIDE]).load(of_rows))
     m = m.reshape([BLOCKS, SIDE, SIDE])
     rows = split_rows(m.load(layout))
     weights = split_rows(m.load(of_rows))
@@ -171,7 +176,9 @@ def solve_diagonal(m, beta, blocks, X, steps, stride, PRECISION: gl.constexpr):
                 x -= gl.convert_layout(weights_i[j], layout, assert_trivial=True) * written[j]
         gl.store(X + (block + i) * stride + block + column, x.to(X.dtype.element_ty), mask=block + i < steps)
         solved = solved + (nearest_tf32(x, PRECISION),)  # type: ignore[assignment]  # noqa: RUF005
-        write = gl.convert_layout(b[i], layout, assert_trivial=True) * x
+        write = x
+        if vectors is not None:
+            write *= gl.convert_layout(b[i], layout, assert_trivial=True)
         written = written + (write,)  # type: ignore[assignment]  # noqa: RUF005
     blocks.reshape([BLOCKS, SIDE, SIDE]).store(join_rows(solved, 0, SIDE))
 
@@ -179,8 +186,11 @@ def solve_diagonal(m, beta, blocks, X, steps, stride, PRECISION: gl.constexpr):
 @gluon.jit
 def negative_beta(vectors, block: gl.constexpr, axis: gl.constexpr):
     """Return -beta of a block of steps as factors of the rows (axis 0) or columns (axis 1) of a block of results."""
-    layout: gl.constexpr = gl.SliceLayout(1 - axis, results())
-    return gl.expand_dims(-vectors.index(2).slice(SIDE * block, SIDE, 0).load(layout), 1 - axis)
+    if vectors is None:
+        return -1.0
+    else:
+        layout: gl.constexpr = gl.SliceLayout(1 - axis, results())
+        return gl.expand_dims(-vectors.index(2).slice(SIDE * block, SIDE, 0).load(layout), 1 - axis)
 
 
 @gluon.jit
@@ -196,6 +206,15 @@ def product(a, b, total, PRECISION: gl.constexpr):
 
 
 @gluon.jit
+def load_block(W, i: gl.constexpr, j: gl.constexpr, steps, stride):
+    """Return W_ij, (SIDE, SIDE)."""
+    row = SIDE * i + gl.arange(0, SIDE, gl.SliceLayout(1, results()))
+    column = SIDE * j + gl.arange(0, SIDE, gl.SliceLayout(0, results()))
+    at = W + gl.expand_dims(row, 1) * stride + gl.expand_dims(column, 0)
+    return gl.load(at, mask=gl.expand_dims(row < steps, 1), other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def store_block(X, x, i: gl.constexpr, j: gl.constexpr, steps, stride):
     """Store X_ij, (SIDE, SIDE)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0])
@@ -208,17 +227,19 @@ def store_block(X, x, i: gl.constexpr, j: gl.constexpr, steps, stride):
 
 @gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def solve_kernel(
-    K, beta, gates, cu, X, sequences, T, tiles_of_head, H, GROUP, bb, bt, bh, L: gl.constexpr, GATED: gl.constexpr,
-    IS_VARLEN: gl.constexpr, PRECISION: gl.constexpr,
+    K, beta, gates, leveled, cu, X, sequences, T, tiles_of_head, H, GROUP, bb, bt, bh, L: gl.constexpr,
+    GATED: gl.constexpr, BY_CHANNEL: gl.constexpr, IS_VARLEN: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """Compute X of every tile. The grid is (tiles, H).
+    """Compute X of every tile, or with BY_CHANNEL X B of those that need no levels. The grid is (tiles, H).
 
     Args:
-        K: TMA descriptor of the keys, (B, T, H / GROUP, dqk), in tiles (L, dqk) with dqk rounded up to a power of two.
+        K: TMA descriptor of the keys, (B, T, H / GROUP, dqk), in tiles (L, dqk) with dqk rounded up to a power of two;
+            not read with BY_CHANNEL, like beta and gates.
         beta: (B, T, H), any float dtype.
         gates: The gate vectors, (H, tiles, VECTORS, L) float32, with GATED.
+        leveled: Which tiles need levels, (H, tiles) int8, with BY_CHANNEL.
         cu: The offsets of packed sequences, (sequences + 1), with IS_VARLEN.
-        X: Output, (B, T, H, L).
+        X: Output, (B, T, H, L); with BY_CHANNEL it has M B before.
         sequences: Number of sequences.
         T: Tokens of a batch row.
         tiles_of_head: Tiles of one head over all batch rows.
@@ -229,7 +250,11 @@ def solve_kernel(
     """
     h = gl.program_id(1).to(gl.int64)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, gl.program_id(0), L, IS_VARLEN)
-    if start < length:
+    tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+    exists = start < length
+    if BY_CHANNEL:
+        exists = exists & (gl.load(leveled + tile, mask=exists, other=1) == 0)
+    if exists:
         batch = first * 0 if IS_VARLEN else s.to(gl.int64)
         t0 = (first + start if IS_VARLEN else start).to(gl.int64)
         params = scheduler.SchedulerParams(
@@ -240,16 +265,31 @@ def solve_kernel(
             batch.to(gl.int32), gl.program_id(1) // GROUP, t0.to(gl.int32), 0, t0.to(gl.int32) + steps, params
         )
         beta += batch * bb + h * bh + t0 * bt
-        gates += (h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L) * (VECTORS * L)
+        gates += tile * (VECTORS * L)
         X += ((first + start) * H + h) * L
-        solve_tile(K, keys, beta, gates, X, steps, bt, H * L, L, GATED, PRECISION)
+        if BY_CHANNEL:
+            solve_tile(None, load_tile(X, steps, H * L), X, steps, H * L, False, PRECISION)
+        else:
+            vectors, M = multiply_keys(K, keys, beta, gates, steps, bt, L, GATED)
+            solve_tile(vectors, M, X, steps, H * L, GATED, PRECISION)
 
 
 @gluon.jit
-def solve_tile(K, keys, beta, gates, X, steps, bt, xt, L: gl.constexpr, GATED: gl.constexpr, PRECISION: gl.constexpr):
-    """Compute X of one tile with the TMA coordinates `keys`.
+def load_tile(W, steps, stride):
+    """Return the blocks of W of one tile in the order of `multiply_keys`."""
+    return (
+        load_block(W, 0, 0, steps, stride), load_block(W, 1, 1, steps, stride), load_block(W, 2, 2, steps, stride),
+        load_block(W, 3, 3, steps, stride), load_block(W, 1, 0, steps, stride), load_block(W, 3, 2, steps, stride),
+        load_block(W, 2, 0, steps, stride), load_block(W, 2, 1, steps, stride), load_block(W, 3, 0, steps, stride),
+        load_block(W, 3, 1, steps, stride),
+    )  # fmt: skip
 
-    All pointers are at its first step, with distances bt and xt from step to step.
+
+@gluon.jit
+def multiply_keys(K, keys, beta, gates, steps, bt, L: gl.constexpr, GATED: gl.constexpr):
+    """Return the vectors of one tile in shared memory, and blocks of k_i . k_j, of keys with these TMA coordinates.
+
+    All pointers are at the first step of the tile, beta with a distance bt from step to step.
     """
     full = pipeline.allocate_barrier(1)
     k = pipeline.allocate_tiles(K, 1)
@@ -287,6 +327,19 @@ def solve_tile(K, keys, beta, gates, X, steps, bt, xt, L: gl.constexpr, GATED: g
         M21 = mma_v2(left2, right1, M21)
         M30 = mma_v2(left3, right0, M30)
         M31 = mma_v2(left3, right1, M31)
+    return vectors, (M00, M11, M22, M33, M10, M32, M20, M21, M30, M31)
+
+
+@gluon.jit
+def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.constexpr):
+    """Compute X of one tile, whose first step X is at, with a distance xt from step to step.
+
+    Args:
+        vectors: Shared memory with exponents of decays of rows and of columns, and beta, (3, L), or None with beta = 1.
+        M: The blocks of the lower triangle, in the order of `multiply_keys`, before their decays.
+        X: Output. Without vectors, zeros above the diagonal are there already.
+    """
+    M00, M11, M22, M33, M10, M32, M20, M21, M30, M31 = M
     diagonal = gl.allocate_shared_memory(gl.float32, [BLOCKS * SIDE, SIDE], shared_blocks(4))
     blocks = gl.allocate_shared_memory(gl.float32, [BLOCKS * SIDE, SIDE], shared_blocks(4))
     below = gl.allocate_shared_memory(gl.float32, [SIDE, SIDE], shared_blocks(1))
@@ -297,7 +350,7 @@ def solve_tile(K, keys, beta, gates, X, steps, bt, xt, L: gl.constexpr, GATED: g
     block_of(diagonal, 1).store(gl.where(j < i, decayed(M11, vectors, 1, 1, GATED), 0.0))
     block_of(diagonal, 2).store(gl.where(j < i, decayed(M22, vectors, 2, 2, GATED), 0.0))
     block_of(diagonal, 3).store(gl.where(j < i, decayed(M33, vectors, 3, 3, GATED), 0.0))
-    solve_diagonal(diagonal, vectors.index(2), blocks, X, steps, xt, PRECISION)
+    solve_diagonal(diagonal, vectors, blocks, X, steps, xt, PRECISION)
     # (3) The blocks below the diagonal in the upper and in the lower half
     M10 = decayed(M10, vectors, 1, 0, GATED)
     M32 = decayed(M32, vectors, 3, 2, GATED)
@@ -348,12 +401,14 @@ def solve_tile(K, keys, beta, gates, X, steps, bt, xt, L: gl.constexpr, GATED: g
     store_block(X, product(X22, Y21_right, Y21, PRECISION), 2, 1, steps, xt)
     store_block(X, product(X33, block_of(diagonal, 2).load(operand(1, 1)), Y30, PRECISION), 3, 0, steps, xt)
     store_block(X, product(X33, block_of(diagonal, 3).load(operand(1, 1)), Y31, PRECISION), 3, 1, steps, xt)
-    store_block(X, zero, 0, 1, steps, xt)
-    store_block(X, zero, 0, 2, steps, xt)
-    store_block(X, zero, 0, 3, steps, xt)
-    store_block(X, zero, 1, 2, steps, xt)
-    store_block(X, zero, 1, 3, steps, xt)
-    store_block(X, zero, 2, 3, steps, xt)
+    if vectors is not None:
+        zero = gl.zeros([SIDE, SIDE], gl.float32, results())
+        store_block(X, zero, 0, 1, steps, xt)
+        store_block(X, zero, 0, 2, steps, xt)
+        store_block(X, zero, 0, 3, steps, xt)
+        store_block(X, zero, 1, 2, steps, xt)
+        store_block(X, zero, 1, 3, steps, xt)
+        store_block(X, zero, 2, 3, steps, xt)
 
 
 def launch(ctx: "DeltaContext", gates: Tensor) -> Tensor:
@@ -361,8 +416,25 @@ def launch(ctx: "DeltaContext", gates: Tensor) -> Tensor:
     base, x = ctx.base, ctx.x
     X = base.new(base.B, base.T, base.H, base.L, dtype=correction_dtype(x))
     base.launch(solve_kernel, (base.tiles, base.H),
-        host.descriptor(base, x.k, power_of_two(base.K)), ctx.beta, gates, base.cu_seqlens, X, x.sequences, base.T,
-        base.tiles, base.H, base.group, *time_strides(ctx.beta), L=base.L, GATED=ctx.gated, IS_VARLEN=base.packed,
-        PRECISION=solve_precision(x.q.dtype), num_warps=1, compilation={"maxnreg": MAX_REGISTERS},
+        host.descriptor(base, x.k, power_of_two(base.K)), ctx.beta, gates, gates, base.cu_seqlens, X, x.sequences,
+        base.T, base.tiles, base.H, base.group, *time_strides(ctx.beta), L=base.L, GATED=ctx.gated, BY_CHANNEL=False,
+        IS_VARLEN=base.packed, PRECISION=solve_precision(x.q.dtype), num_warps=1,
+        compilation={"maxnreg": MAX_REGISTERS},
     )  # fmt: skip
     return X
+
+
+def launch_by_channel(ctx: "ChannelContext", X: Tensor, leveled: Tensor) -> None:
+    """Compute X B of all tiles that need no levels, in the place of M B.
+
+    Args:
+        ctx: The context of the call.
+        X: M B, and then X B, (B, T, H, L).
+        leveled: Which tiles need levels, (H, tiles) int8.
+    """
+    base, x = ctx.base, ctx.x
+    base.launch(solve_kernel, (base.tiles, base.H),
+        X, ctx.beta, X, leveled, base.cu_seqlens, X, x.sequences, base.T, base.tiles, base.H, base.group,
+        *time_strides(ctx.beta), L=base.L, GATED=False, BY_CHANNEL=True, IS_VARLEN=base.packed,
+        PRECISION=solve_precision(x.q.dtype), num_warps=1, compilation={"maxnreg": MAX_REGISTERS},
+    )  # fmt: skip

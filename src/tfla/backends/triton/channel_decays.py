@@ -23,6 +23,8 @@ import triton.language as tl
 
 from tfla.backends.gpu.gate_kernels import base2_exponent, clamp_gate
 
+MARKS = tl.constexpr(64)  # tiles of which a program reads at once whether they need levels
+
 
 @triton.jit
 def load_exponents(at, inside):
@@ -111,6 +113,14 @@ def takes_tile(leveled, there, LEVELED: tl.constexpr):
         return tl.load(leveled, there, 0) != 0
     else:
         return there
+
+
+@triton.jit
+def has_marked(leveled, first, per_program, tiles):
+    """Return whether any of the `per_program` tiles from `first` on, of `tiles` tiles, is marked as not bounded."""
+    n = tl.arange(0, MARKS)
+    marks = tl.load(leveled + first + n, (n < per_program) & (first + n < tiles), 0)
+    return tl.max(marks.to(tl.int32), 0) != 0
 
 
 @triton.jit

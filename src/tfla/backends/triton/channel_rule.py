@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.gpu import reductions, results, sequences
-from tfla.backends.gpu.config import TileConfig, architecture, power_of_two
+from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, power_of_two, processors
 from tfla.backends.gpu.context import LaunchContext, time_strides
 from tfla.backends.triton import channel_gradients, channel_scans, channel_tiles
+from tfla.backends.triton.channel_decays import MARKS
 
 # The largest exponent, in base 2, of the factors of a bounded tile: float32 products keep their digits, and products of
 # 16-bit inputs, which are computed in bfloat16 or tf32, their range.
@@ -110,6 +111,12 @@ class ChannelContext:
         return self.spec.correct and self.x.q.dtype == torch.bfloat16
 
     @property
+    def marks_of_program(self) -> int:
+        """The tiles that a program of a launch for tiles with levels looks through: there are 8 for a multiprocessor."""
+        tiles = self.base.tiles * self.base.H
+        return max(1, min(MARKS.value, ceil_div(tiles, 8 * processors(self.x.q.device))))
+
+    @property
     def tile_constants(self) -> dict[str, Any]:
         """The constants that the kernels over tiles share."""
         dtype = self.x.q.dtype
@@ -136,6 +143,16 @@ class ChannelContext:
         return base.new(base.H, base.tiles, base.V, base.K, dtype=self.x.q.dtype)
 
 
+class BoundedKernels(NamedTuple):
+    """The launchers of other kernels for tiles that need no levels; with None these are Triton's."""
+
+    operands: channel_tiles.Bounded | None = None
+    gradients: channel_gradients.Bounded | None = None
+
+
+TRITON = BoundedKernels()
+
+
 def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> ChannelContext:
     """Return the context of a call."""
     config = channel_config(base.K, base.V, spec.correct, architecture(x.q.device))
@@ -147,15 +164,15 @@ def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) 
     return ChannelContext(base=base, x=x, spec=spec, config=config, beta=beta, log_f=log_f)
 
 
-def forward(ctx: ChannelContext) -> DeltaOutputs:
-    """Launch the forward."""
+def forward(ctx: ChannelContext, bounded: BoundedKernels = TRITON) -> DeltaOutputs:
+    """Launch the forward, with the kernels `bounded` for tiles that need no levels."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save and spec.correct else None
     base = sequences.bound(base, h, *(() if E is None else (E,)))
     ctx = replace(ctx, base=base)
     final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
-    operands = channel_tiles.launch(ctx, None)
+    operands = channel_tiles.launch(ctx, None, bounded.operands)
     channel_scans.launch_h(ctx, operands, h, E, results.dense(base, x.C), final)
     none = base.placeholder(0)
     X = operands.X if spec.save else None
@@ -166,7 +183,7 @@ def forward(ctx: ChannelContext) -> DeltaOutputs:
 
 def backward(
     ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
-    bounded: channel_gradients.Bounded | None = None,
+    bounded: BoundedKernels = TRITON,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward.
 
@@ -175,7 +192,7 @@ def backward(
         E, X: What the forward stored; not read without correction.
         dh: The cotangent of h, (B, T, H, dhv).
         dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
-        bounded: A launcher of the gradients of tiles that need no levels, or None for that of Triton.
+        bounded: The kernels for tiles that need no levels.
     """
     x, base, correct = ctx.x, ctx.base, ctx.spec.correct
     dh = results.dense_rows(base, dh)
@@ -185,10 +202,10 @@ def backward(
     base = sequences.bound(base, grads.q, grads.k, dv, *(() if grads.read_key is None else (grads.read_key,)))
     ctx = replace(ctx, base=base)
     errors = E if correct else x.v
-    operands = channel_tiles.launch(ctx, X if correct else None)
+    operands = channel_tiles.launch(ctx, X if correct else None, bounded.operands)
     states = channel_scans.launch_states(ctx, operands, errors, results.dense(base, x.C))
     cotangents, dots = channel_scans.launch_dv(ctx, operands, dh, errors, dv, results.dense(base, dC), dC0)
-    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, bounded)
+    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, bounded.gradients)
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None

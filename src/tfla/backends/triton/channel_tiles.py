@@ -16,21 +16,22 @@ The scans (:mod:`.channel_scans`) then need neither gates nor beta:
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfla.backends.gpu.config import ampere_mmas, architecture, ceil_div, processors
+from tfla.backends.gpu.config import ampere_mmas, ceil_div
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
     half_decays,
+    has_marked,
     in_odd_block,
     level_factors,
     level_pairs,
@@ -43,15 +44,8 @@ from tfla.backends.triton.delta_kernels import corrections, solve_precision
 from tfla.backends.triton.precise_products import nearest_tf32, split
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
-with contextlib.suppress(ImportError):  # Triton is too old for Gluon, and kernels are chosen that need none
-    from tfla.backends.hopper import channel_operands, channel_solve
-
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
-
-FLAGS = tl.constexpr(64)  # tiles whose flags a program reads at once
-NATIVE = "channel_operands" in globals()  # whether Hopper computes tiles that need no levels by the kernels in Gluon
-EXACT_M = False  # whether M B is float32 between these kernels, not of the dtype of X and in its place
 
 
 @triton.jit
@@ -189,16 +183,14 @@ def decay_operands(
         leveled: (H, tiles) int8, whether a tile is not bounded; written without LEVELED, whose results for such tiles
             are replaced by those of a second launch with LEVELED.
         scale: the factor of the queries.
-        per_program: with LEVELED the tiles, at most FLAGS, that a program looks through for marked ones.
+        per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
         CORRECT: whether there are read keys.
         READ_BEFORE: whether a step reads the state before its decay.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
     """
     if LEVELED:
-        n = tl.arange(0, FLAGS)
         n0 = tl.program_id(0) * per_program
-        flags = tl.load(leveled + n0 + n, (n < per_program) & (n0 + n < tiles_of_head * H), 0)
-        if tl.max(flags.to(tl.int32), 0) != 0:
+        if has_marked(leveled, n0, per_program, tiles_of_head * H):
             for i in tl.range(0, tl.minimum(per_program, tiles_of_head * H - n0), num_stages=1):
                 index = n0 + i
                 h = (index // tiles_of_head).to(tl.int64)
@@ -239,12 +231,18 @@ class Operands(NamedTuple):
     leveled: Tensor  # (H, tiles) int8, which tiles are not bounded
 
 
-def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
+# A launcher of other kernels for tiles that need no levels: it takes the context, the arguments of `decay_operands` before
+# `per_program`, X where it is computed, and the marks of tiles that need levels, which it also writes.
+Bounded = Callable[["ChannelContext", tuple[Any, ...], "Tensor | None", Tensor], None]
+
+
+def launch(ctx: ChannelContext, X: Tensor | None, bounded: Bounded | None = None) -> Operands:
     """Compute the operands of all tiles.
 
     Args:
         ctx: The context of the call.
         X: The result for X of an earlier call, or None to compute it, with correction.
+        bounded: A launcher of other kernels for the tiles that need no levels, or None.
     """
     base, x = ctx.base, ctx.x
     shape, dtype, correct = (base.B, base.T, base.H), x.q.dtype, ctx.spec.correct
@@ -263,15 +261,10 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
         k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences,
         base.T, base.tiles, base.H, base.group,
     )  # fmt: skip
-    native = NATIVE and architecture(x.q.device) == 90 and channel_operands.supports(ctx)
-    if native:
-        W = base.new(*shape, base.L) if solve and EXACT_M else X
-        channel_operands.launch(ctx, arguments, W, solve)
-        if W is not None and X is not None and solve:
-            channel_solve.launch(ctx, W, X, leveled)
-    count = base.tiles * base.H
-    per_program = min(FLAGS.value, ceil_div(count, 8 * processors(x.q.device)))
-    for leveled_tiles in (True,) if native else (False, True):
+    if bounded is not None:
+        bounded(ctx, arguments, X if solve else None, leveled)
+    count, per_program = base.tiles * base.H, ctx.marks_of_program
+    for leveled_tiles in (True,) if bounded is not None else (False, True):
         base.launch(decay_operands, (ceil_div(count, per_program) if leveled_tiles else count,),
             *arguments, per_program, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys, DOUBLINGS=3,
             BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,

@@ -24,7 +24,6 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import channel_rule, delta_kernels
-from tfla.backends.triton.channel_gradients import Bounded
 
 CHECKPOINT_STEPS = 256
 
@@ -145,17 +144,27 @@ def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
     return x.channel_gates or spec.read_before_decay or not spec.correct
 
 
+# A backward of a call with at most one gate a step; its arguments are those of :func:`backward`.
+Backward = Callable[[DeltaContext, Tensor, Tensor, Tensor, "Tensor | None"], DeltaGrads]
+
+# What chooses the kernels of tiles that need no levels for a call of :mod:`.channel_rule`.
+ChooseBounded = Callable[[channel_rule.ChannelContext], channel_rule.BoundedKernels]
+
+
 class ForwardKernels(NamedTuple):
     """The launchers that a backend chooses for a forward; their arguments are those of :data:`KERNELS`."""
 
     solve: Callable[[DeltaContext, Tensor], Tensor]  # of X
     h: Callable[[DeltaContext, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+    bounded: ChooseBounded
 
 
-KERNELS = ForwardKernels(delta_kernels.launch_solve, delta_kernels.launch_h)
+def by_triton(ctx: channel_rule.ChannelContext) -> channel_rule.BoundedKernels:
+    """Return the kernels of Triton."""
+    return channel_rule.TRITON
 
-# A backward of a call with at most one gate a step; its arguments are those of :func:`backward`.
-Backward = Callable[[DeltaContext, Tensor, Tensor, Tensor, "Tensor | None"], DeltaGrads]
+
+KERNELS = ForwardKernels(delta_kernels.launch_solve, delta_kernels.launch_h, by_triton)
 
 
 def forward(ctx: DeltaContext, kernels: ForwardKernels) -> DeltaOutputs:
@@ -349,24 +358,26 @@ def gate_gradient(
 def launch_forward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS
 ) -> DeltaOutputs:
-    """Launch the forward by the kernels that take the call, with at most one gate a step by `kernels`."""
+    """Launch the forward by the kernels that take the call."""
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
-        return channel_rule.forward(channel_rule.context(base, x, spec, beta))
+        by_channel = channel_rule.context(base, x, spec, beta)
+        return channel_rule.forward(by_channel, kernels.bounded(by_channel))
     return forward(context(base, x, spec, beta), kernels)
 
 
 def launch_backward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
-    by: Backward = backward, bounded: Bounded | None = None,
+    by: Backward = backward, bounded: ChooseBounded = by_triton,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward by the kernels that take the call, with at most one gate a step by `by`.
 
-    With gates by channel `bounded`, if it is given, launches the gradients of tiles that need no levels.
+    For those of :mod:`.channel_rule`, `bounded` chooses those of tiles that need no levels.
     """
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
-        return channel_rule.backward(channel_rule.context(base, x, spec, beta), E, X, dh, dC, bounded)
+        by_channel = channel_rule.context(base, x, spec, beta)
+        return channel_rule.backward(by_channel, E, X, dh, dC, bounded(by_channel))
     return by(context(base, x, spec, beta), E, X, dh, dC)
 
 
@@ -394,7 +405,7 @@ def forward_replay(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KE
 
 def run_backward(
     x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec, by: Backward = backward,
-    bounded: Bounded | None = None,
+    bounded: ChooseBounded = by_triton,
 ) -> DeltaGrads:  # fmt: skip
     """Record or replay the launches of the backward."""
     given = *x, out.E, out.X, dh, dC
