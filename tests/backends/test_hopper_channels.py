@@ -29,6 +29,7 @@ PROBLEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "heads that share keys": ("kda", {"T": 70, "H": 3}),
     "72 x 136": ("kda", {"T": 70, "K": 72, "V": 136, "H": 2, "Hq": 2}),
     "tiles that need levels": ("kda", {"T": 70, "gates": "half"}),
+    "read keys": ("gdn2", {"T": 70}),
     "GLA": ("gla", {"T": 70, "K": 256, "V": 200}),
     "GLA, packed": ("gla", {"lengths": (64, 0, 66), "V": 64}),
 }
@@ -120,9 +121,22 @@ def test_is_the_choice_where_it_runs() -> None:
     p = with_short_gates(delta_problem("kda", T=3, B=1, H=1, Hq=1, K=128, V=128, dtype=DTYPE))
     x = inputs(p)
     assert select(None, x, DELTA_BACKENDS) is BACKEND
-    assert select(None, x._replace(read_key=x.k), DELTA_BACKENDS).name == "triton"
+    assert select(None, x._replace(read_key=x.k), DELTA_BACKENDS) is BACKEND
     given = {name: getattr(x, name) for name in ("q", "k", "v", "beta", "log_f")}
     assert tfla.explain_delta_rule(**given, backend="hopper").backend == "hopper"
+    before = tfla.explain_delta_rule(**given, read_before_decay=True)
+    assert before.backend == "triton"
+    assert "reads after the decay only" in before.not_taken["hopper"]
+
+
+def test_takes_other_head_dims_to_triton() -> None:
+    """`explain` says which head dims the kernels take."""
+    for K, V in ((32, 64), (264, 64), (68, 64), (64, 32)):
+        p = delta_problem("kda", T=3, B=1, H=1, Hq=1, K=K, V=V, dtype=DTYPE)
+        given = {n: getattr(p.x, n).to(DEVICE) for n in ("q", "k", "v", "beta", "log_f")}
+        told = tfla.explain_delta_rule(**given)
+        assert told.backend == ("chunkwise" if K > 256 else "triton")
+        assert "multiples of 8, dqk from 64 to 256" in told.not_taken["hopper"]
 
 
 def test_refuses_other_gates() -> None:

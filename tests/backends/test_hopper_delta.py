@@ -1,4 +1,4 @@
-"""The Hopper kernels of the delta rule, against the recurrence in float64; X is that of a Triton kernel.
+"""The Hopper kernels of the delta rule, against the recurrence in float64.
 
 They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
 """
@@ -306,7 +306,7 @@ def test_is_the_choice_where_it_runs() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dqk with gates by channel": ("kda", {"K": 56}, "dqk from 64 to 256"),
-    "read key": ("read", {}, "no read key"),
+    "read key": ("read", {}, "a read key with gates by channel alone"),
     "dqk": ("gdn", {"K": 136}, "dqk from 64 to 128"),
     "small dqk": ("gdn", {"K": 56}, "dqk from 64 to 128"),
     "dhv": ("gdn", {"V": 264}, "dhv"),

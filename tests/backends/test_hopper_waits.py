@@ -61,10 +61,15 @@ CASES: dict[str, list[Case]] = {
     "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "channel_operands": [("kda bfloat16", {"K": 136, "V": 64, "T": 70, "H": 1, "dtype": torch.bfloat16}, None)],
     "channel_gradients": [("kda dq", {"K": 128, "V": 128, "T": 200, "H": 1}, None)],
 }  # fmt: skip
 # Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
-REDUNDANT = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}
+REDUNDANT = {
+    ("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()"),
+    ("channel_operands", "exponents_from_middle", "pipeline.barrier()"),
+    ("channel_operands", "channel_operands_kernel", "pipeline.barrier()"),
+}  # fmt: skip
 
 
 def synchronizing_statements(module: str) -> Iterator[tuple[str, str, str, int]]:
@@ -108,6 +113,15 @@ def check_delta_forward(p: DeltaProblem) -> None:
     found, expected = (DELTA_BACKENDS[name].forward(p.x, p.spec("fused")) for name in ("hopper", "triton"))
     for name in ("h", "E", "C"):
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
+
+
+def check_bfloat16_forward(p: DeltaProblem) -> None:
+    """The same in bfloat16, which the kernel of operands needs."""
+    from interpreted_bfloat16 import use_bfloat16
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_bfloat16(patch)
+        check_delta_forward(p)
 
 
 def check_delta_dv(p: DeltaProblem) -> None:
@@ -159,7 +173,7 @@ def check_delta_dq(p: DeltaProblem) -> None:
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
-DELTA_CHECKS = {"": check_delta_forward, "dv": check_delta_dv, "dq": check_delta_dq}
+DELTA_CHECKS = {"": check_delta_forward, "bfloat16": check_bfloat16_forward, "dv": check_delta_dv, "dq": check_delta_dq}
 
 
 @pytest.mark.parametrize("module", CASES)

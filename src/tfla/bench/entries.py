@@ -165,8 +165,8 @@ def delta() -> list[Entry]:
             Entry("fla", "tfla.bench.delta:fla_chunk", options, needs="fla", form=model, xs=(8192, TOKENS)),
         ]
         packed_too = [replace(entry, xs=(2048,)) for entry in packed(entries)]
-        if model == "gdn":  # on Hopper the library chooses another backend than Triton's for it
-            entries.insert(1, replace(entries[0], name="tfla, triton fused", options=options | {"backend": "triton"}))
+        # On Hopper the library chooses another backend than Triton's.
+        entries.insert(1, replace(entries[0], name="tfla, triton fused", options=options | {"backend": "triton"}))
         made += with_heads((*entries, *packed_too), heads, delta_group(name, heads))
     return made
 

@@ -112,7 +112,7 @@ class ChannelContext:
 
     @property
     def marks_of_program(self) -> int:
-        """The tiles that a program of a launch for tiles with levels looks through: there are 8 for a multiprocessor."""
+        """The tiles that a program for tiles with levels looks through; a multiprocessor has 8 such programs."""
         tiles = self.base.tiles * self.base.H
         return max(1, min(MARKS.value, ceil_div(tiles, 8 * processors(self.x.q.device))))
 

@@ -231,8 +231,8 @@ class Operands(NamedTuple):
     leveled: Tensor  # (H, tiles) int8, which tiles are not bounded
 
 
-# A launcher of other kernels for tiles that need no levels: it takes the context, the arguments of `decay_operands` before
-# `per_program`, X where it is computed, and the marks of tiles that need levels, which it also writes.
+# A launcher of other kernels for tiles that need no levels: it takes the context, the arguments of `decay_operands`
+# before `per_program`, X where it is computed, and the marks of tiles that need levels, which it also writes.
 Bounded = Callable[["ChannelContext", tuple[Any, ...], "Tensor | None", Tensor], None]
 
 
