@@ -228,7 +228,7 @@ def store_wait(pendings: int) -> None:
 
 
 def operand(x: Any, precision: str | None = "tf32") -> Tensor:
-    """Return the numbers that an MMA multiplies, in float32: in tf32 float32 operands lose the bits it does not have."""
+    """Return the numbers that an MMA multiplies, in float32: in tf32 these lose the bits it does not have."""
     data: Tensor = x.data
     cut = precision == "tf32" and data.dtype == torch.float32
     return (data.view(torch.int32) & -0x2000).view(torch.float32) if cut else data.float()

@@ -6,7 +6,8 @@ One program of two warpgroups computes a tile of 64 steps; two programs fit a mu
     layout     a warp has eight steps of 128 channels, a thread 4 channels of each: prefix sums of gates add up numbers
                of one thread, and sums over the steps of a warp go through shared memory once
     products   wgmma in tf32 with both operands in shared memory: the reads q a, and below them r a, by the writes k w
-    M B        goes to memory in the place of X B, which `solve_kernel` of :mod:`.delta_solve` computes from it
+    M B        goes to memory in the place of X B, which `solve_kernel` of :mod:`.delta_solve` computes from it; above
+               the diagonal, where M is 0, is what it loses as it is rounded, transposed
 
 Exponents are sums from the middle of the tile, c of :mod:`tfla.backends.triton.channel_decays`. In a bounded tile they
 are at most 100, so that what float32 sums lose is below the rounding of tf32.
@@ -198,8 +199,9 @@ def channel_operands_kernel(
         x = gl.where(i >= j, S * (b * scale), 0.0).to(P.dtype.element_ty)
         store_pairs(P + token * L, x, steps, H * L)
         if SOLVE:
-            x = gl.where(i > j, M * b, 0.0).to(X.dtype.element_ty)
-            store_pairs(X + token * L, x, steps, H * L)
+            high, low = mma.split_in_two(gl.where(i > j, M * b, 0.0), X.dtype.element_ty)
+            low = gl.convert_layout(gl.permute(low, (1, 0)), PRODUCT)
+            store_pairs(X + token * L, gl.where(i > j, high, low), steps, H * L)
 
 
 def supports(ctx: ChannelContext) -> bool:

@@ -11,8 +11,9 @@ from 0 to 3. Those above it are stored as zeros, because the scans multiply by a
                                      same two neighbors of the inner dimension in both operands. Others pass through
                                      shared memory
 
-With gates by channel M B is in memory already, in the place of X B. With W = M B that is W (I + W)^-1, the same with W
-for M and ones for beta, so that one kernel is for both.
+With gates by channel M B is in memory already, in the place of X B, as the sum of two 16-bit numbers: the second of one
+below the diagonal lies above it. With W = M B, X B is W (I + W)^-1, the same with W for M and ones for beta, so that
+one kernel is for both.
 
 With one warp a program there is no barrier between warps, and twelve programs fit a multiprocessor: their warps hide
 what each of them waits for. What steps (2) to (4) share lies where the keys were.
@@ -207,11 +208,13 @@ def product(a, b, total, PRECISION: gl.constexpr):
 
 @gluon.jit
 def load_block(W, i: gl.constexpr, j: gl.constexpr, steps, stride):
-    """Return W_ij, (SIDE, SIDE)."""
+    """Return W_ij, (SIDE, SIDE), for i > j; of W_ii, what is below its diagonal."""
     row = SIDE * i + gl.arange(0, SIDE, gl.SliceLayout(1, results()))
     column = SIDE * j + gl.arange(0, SIDE, gl.SliceLayout(0, results()))
-    at = W + gl.expand_dims(row, 1) * stride + gl.expand_dims(column, 0)
-    return gl.load(at, mask=gl.expand_dims(row < steps, 1), other=0.0).to(gl.float32)
+    row, column = gl.expand_dims(row, 1), gl.expand_dims(column, 0)
+    high = gl.load(W + row * stride + column, mask=row < steps, other=0.0)
+    low = gl.load(W + column * stride + row, mask=column < steps, other=0.0)
+    return high.to(gl.float32) + low.to(gl.float32)
 
 
 @gluon.jit
@@ -239,7 +242,7 @@ def solve_kernel(
         gates: The gate vectors, (H, tiles, VECTORS, L) float32, with GATED.
         leveled: Which tiles need levels, (H, tiles) int8, with BY_CHANNEL.
         cu: The offsets of packed sequences, (sequences + 1), with IS_VARLEN.
-        X: Output, (B, T, H, L); with BY_CHANNEL it has M B before.
+        X: Output, (B, T, H, L); with BY_CHANNEL it has M B before, see above.
         sequences: Number of sequences.
         T: Tokens of a batch row.
         tiles_of_head: Tiles of one head over all batch rows.
@@ -337,7 +340,7 @@ def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.cons
     Args:
         vectors: Shared memory with exponents of decays of rows and of columns, and beta, (3, L), or None with beta = 1.
         M: The blocks of the lower triangle, in the order of `multiply_keys`, before their decays.
-        X: Output. Without vectors, zeros above the diagonal are there already.
+        X: Output.
     """
     M00, M11, M22, M33, M10, M32, M20, M21, M30, M31 = M
     diagonal = gl.allocate_shared_memory(gl.float32, [BLOCKS * SIDE, SIDE], shared_blocks(4))
@@ -401,14 +404,13 @@ def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.cons
     store_block(X, product(X22, Y21_right, Y21, PRECISION), 2, 1, steps, xt)
     store_block(X, product(X33, block_of(diagonal, 2).load(operand(1, 1)), Y30, PRECISION), 3, 0, steps, xt)
     store_block(X, product(X33, block_of(diagonal, 3).load(operand(1, 1)), Y31, PRECISION), 3, 1, steps, xt)
-    if vectors is not None:
-        zero = gl.zeros([SIDE, SIDE], gl.float32, results())
-        store_block(X, zero, 0, 1, steps, xt)
-        store_block(X, zero, 0, 2, steps, xt)
-        store_block(X, zero, 0, 3, steps, xt)
-        store_block(X, zero, 1, 2, steps, xt)
-        store_block(X, zero, 1, 3, steps, xt)
-        store_block(X, zero, 2, 3, steps, xt)
+    zero = gl.zeros([SIDE, SIDE], gl.float32, results())
+    store_block(X, zero, 0, 1, steps, xt)
+    store_block(X, zero, 0, 2, steps, xt)
+    store_block(X, zero, 0, 3, steps, xt)
+    store_block(X, zero, 1, 2, steps, xt)
+    store_block(X, zero, 1, 3, steps, xt)
+    store_block(X, zero, 2, 3, steps, xt)
 
 
 def launch(ctx: "DeltaContext", gates: Tensor) -> Tensor:
