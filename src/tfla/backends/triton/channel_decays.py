@@ -116,11 +116,29 @@ def takes_tile(leveled, there, LEVELED: tl.constexpr):
 
 
 @triton.jit
-def has_marked(leveled, first, per_program, tiles):
-    """Return whether any of the `per_program` tiles from `first` on, of `tiles` tiles, is marked as not bounded."""
-    n = tl.arange(0, MARKS)
-    marks = tl.load(leveled + first + n, (n < per_program) & (first + n < tiles), 0)
-    return tl.max(marks.to(tl.int32), 0) != 0
+def tiles_of_program(leveled, per_program, tiles, LEVELED: tl.constexpr, PARTS: tl.constexpr):
+    """Return the first tile of a program, and how many it may compute; PARTS programs share these tiles.
+
+    Without LEVELED that is one. With it these are `per_program` of all `tiles`, or none where no mark is set.
+    """
+    number = tl.program_id(0) // PARTS
+    count = 1
+    if LEVELED:
+        number *= per_program
+        n = tl.arange(0, MARKS)
+        count = tl.minimum(per_program, tiles - number)
+        flags = tl.load(leveled + number + n, n < count, 0)
+        count = tl.where(tl.max(flags.to(tl.int32), 0) != 0, count, 0)
+    return number, count
+
+
+@triton.jit
+def head_and_chunk(number, tiles_of_head, H, LEVELED: tl.constexpr):
+    """Return the head and the chunk of a tile; with LEVELED tiles are numbered as their marks lie in memory."""
+    if LEVELED:
+        return (number // tiles_of_head).to(tl.int64), number % tiles_of_head
+    else:
+        return (number % H).to(tl.int64), number // H
 
 
 @triton.jit

@@ -42,13 +42,13 @@ from tfla.backends.triton.channel_decays import (
     decay_after,
     decay_to,
     half_decays,
-    has_marked,
+    head_and_chunk,
     in_odd_block,
     level_factors,
     level_pairs,
     load_exponents,
     sums_from_middle,
-    takes_tile,
+    tiles_of_program,
 )
 from tfla.backends.triton.precise_products import as_operand
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
@@ -60,207 +60,6 @@ BEFORE_TRITON_3_5 = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
     from tfla.backends.triton.channel_tiles import Operands
-
-
-@triton.jit
-def gradients_of_tile(
-    tile, h, s, first, length, start, part,
-    Q, K, R, F, beta, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
-    sequences, T, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh, gb, gt, gh, eb, et, eh,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
-    READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
-    LEVELED: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of tile `tile` of head h, which is where `locate_chunk` says; see `channel_gradients`."""
-    PARTS: tl.constexpr = tl.cdiv(DK, BK)
-    hx = h // GROUP
-    row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
-    r = tl.arange(0, L)
-    e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
-    at = (t0 + r).to(tl.int64)[:, None]
-    of_tile = (first + start) * H + h  # of results, which are dense: offsets inside a tile fit 32 bits
-    c = part * BK + tl.arange(0, BK)
-    do_at = dO + row * gb + h * gh + at * gt
-    e_at = E + row * eb + h * eh + at * et
-    dv_at = dV + of_tile * DV + (r * H * DV)[:, None]
-    # (1) What steps read of writes inside the tile, [reading step, writing step], and the products with the state
-    # before the tile and the cotangent after it, (L, BK)
-    weights_q = tl.zeros([L, L], tl.float32)
-    weights_r = tl.zeros([L, L], tl.float32)
-    dq = tl.zeros([L, BK], tl.float32)
-    dr = tl.zeros([L, BK], tl.float32)
-    W = tl.zeros([L, BK], tl.float32)
-    across = tl.zeros([BK], tl.float32)
-    for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
-        v = v0 + tl.arange(0, BV)
-        held = (r < steps)[:, None] & (v < DV)[None, :]
-        there = (v < DV)[:, None] & (c < DK)[None, :]
-        state_at = (tile * DV + v[:, None]) * DK + c[None, :]
-        do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
-        error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
-        C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
-        dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
-        weights_q = tl.dot(do, tl.trans(error), weights_q, input_precision=PRECISION)
-        dq = tl.dot(do, C, dq, input_precision=PRECISION)
-        W = tl.dot(error, dC, W, input_precision=PRECISION)
-        if CORRECT:
-            dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
-            weights_r = tl.dot(dv, tl.trans(error), weights_r, input_precision=PRECISION)
-            dr = tl.dot(dv, C, dr, input_precision=PRECISION)
-        across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
-    # The diagonal: what a step reads of its own write. No gate lies between, so it is kept apart.
-    own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
-    # With correction, pairs that dq or dr are sums of take operands in tf32: bfloat16 would cost too much.
-    SHORT: tl.constexpr = dO.dtype.element_ty == tl.bfloat16
-    OPERAND_Q: tl.constexpr = tl.float32 if CORRECT else OPERAND
-    OPERAND_R: tl.constexpr = tl.float32 if READ_KEY else OPERAND
-    PRECISION_Q: tl.constexpr = "tf32" if CORRECT and SHORT else PRECISION
-    PRECISION_R: tl.constexpr = "tf32" if READ_KEY and SHORT else PRECISION
-    weights_q = as_operand(tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0), OPERAND_Q, PRECISION_Q)
-    weights_r = as_operand(tl.where(r[:, None] > r[None, :], -weights_r, 0.0), OPERAND_R, PRECISION_R)
-    # (2) The decays of pairs in one block, and those from the start of the tile and to its end
-    inside = (r < steps)[:, None] & (c < DK)[None, :]
-    f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
-    g = load_exponents(f_at, inside)  # (L, BK)
-    middle, shift, _top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
-    up = tl.exp2(middle)  # factors of reads in one block
-    down = tl.exp2(-middle)  # factors of writes
-    up_r = up
-    if CORRECT and READ_BEFORE:
-        if LEVELED:
-            up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
-        else:
-            up_r = tl.exp2(middle - g)
-    if LEVELED:
-        before = decay_to(g, r, SUMS)
-        before_r = before
-        if CORRECT and READ_BEFORE:
-            before_r = decay_to(g, e, SUMS)
-        after = decay_after(g, r, SUMS)
-        across *= tl.exp2(tl.sum(g, 0))
-    else:
-        to_middle, from_middle = half_decays(g)
-        before = up * to_middle[None, :]
-        before_r = up_r * to_middle[None, :]
-        after = down * from_middle[None, :]
-        across *= to_middle * from_middle
-    # (3) What the tile reads of the state before it and writes to the one after it. The gradient of a step's gates
-    # sums state_reads from the step on, and over the steps before it Z: what a step writes less what it reads of
-    # writes in the tile.
-    b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
-    q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
-    k = tl.load(k_at, inside, 0.0)  # (L, BK)
-    q = tl.load(q_at, inside, 0.0)  # (L, BK)
-    read = k  # read keys, (L, BK)
-    if READ_KEY:
-        read = tl.load(r_at, inside, 0.0)
-    dq *= before * scale
-    state_reads = q * dq
-    W *= after
-    Z = k * b * W
-    state_reads_r = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE, what read keys read of the state
-    Z_before = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE, what counts from the read on
-    if CORRECT:
-        dr *= -before_r
-        if READ_BEFORE:
-            state_reads_r = read * dr
-        else:
-            state_reads += read * dr
-    # (4) Pairs inside the tile add to dq, dr, W and Z
-    dq += own * k.to(tl.float32) * b
-    W += own * q.to(tl.float32)
-    if CORRECT and READ_BEFORE:  # no gate lies between a step and what the step before it wrote either
-        last = e[:, None] == r[None, :]
-        previous = tl.where(last, weights_r, 0.0).to(OPERAND_R)
-        weights_r = tl.where(last, 0.0, weights_r).to(OPERAND_R)
-        dr = tl.dot(previous, as_operand(k * b, OPERAND_R, PRECISION_R), dr, input_precision=PRECISION_R)
-        W = tl.dot(tl.trans(previous), read.to(OPERAND_R), W, input_precision=PRECISION_R)
-    if LEVELED:
-        for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
-            factor = level_factors(g, r, level, LEVELS, SUMS)
-            odd = in_odd_block(r, level, L, LEVELS)[:, None]
-            writes = tl.where(odd, 0.0, k * b * factor)
-            writes_q = as_operand(writes, OPERAND_Q, PRECISION_Q)
-            queries = as_operand(tl.where(odd, q * factor, 0.0), OPERAND_Q, PRECISION_Q)
-            pairs = tl.where(level_pairs(r, level, L, LEVELS), weights_q, 0.0).to(OPERAND_Q)
-            of_q = tl.dot(pairs, writes_q, input_precision=PRECISION_Q)
-            dq += tl.where(odd, of_q * factor, 0.0)
-            Z -= queries.to(tl.float32) * of_q
-            of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION_Q)
-            W += tl.where(odd, 0.0, of_k * factor)
-            Z += writes_q.to(tl.float32) * of_k
-            if CORRECT:
-                factor_r = factor
-                odd_r = odd
-                if READ_BEFORE:
-                    factor_r = level_factors(g, e, level, LEVELS, SUMS)
-                    odd_r = in_odd_block(e, level, L, LEVELS)[:, None]
-                writes_r = as_operand(writes, OPERAND_R, PRECISION_R)
-                reads = as_operand(tl.where(odd_r, read * factor_r, 0.0), OPERAND_R, PRECISION_R)
-                pairs_r = tl.where(level_pairs(e, level, L, LEVELS), weights_r, 0.0).to(OPERAND_R)
-                of_r = tl.dot(pairs_r, writes_r, input_precision=PRECISION_R)
-                of_k = tl.dot(tl.trans(pairs_r), reads, input_precision=PRECISION_R)
-                dr += tl.where(odd_r, of_r * factor_r, 0.0)
-                if READ_BEFORE:
-                    Z_before -= reads.to(tl.float32) * of_r
-                else:
-                    Z -= reads.to(tl.float32) * of_r
-                W += tl.where(odd, 0.0, of_k * factor)
-                Z += writes_r.to(tl.float32) * of_k
-        weights_q = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND_Q)
-        weights_r = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND_R)
-    queries = as_operand(q * up, OPERAND_Q, PRECISION_Q)
-    writes = k * b * down
-    writes_q = as_operand(writes, OPERAND_Q, PRECISION_Q)
-    of_q = tl.dot(weights_q, writes_q, input_precision=PRECISION_Q)
-    dq += of_q * up
-    Z -= queries.to(tl.float32) * of_q
-    place = (r * H)[:, None] * DK + c[None, :]  # (L, BK)
-    tl.store(dQ + of_tile * DK + place, dq.to(dQ.dtype.element_ty), inside)
-    of_k = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION_Q)
-    W += of_k * down
-    Z += writes_q.to(tl.float32) * of_k
-    if CORRECT:
-        reads = as_operand(read * up_r, OPERAND_R, PRECISION_R)
-        writes_r = as_operand(writes, OPERAND_R, PRECISION_R)
-        of_r = tl.dot(weights_r, writes_r, input_precision=PRECISION_R)
-        of_k = tl.dot(tl.trans(weights_r), reads, input_precision=PRECISION_R)
-        dr += of_r * up_r
-        if READ_BEFORE:
-            Z_before -= reads.to(tl.float32) * of_r
-        else:
-            Z -= reads.to(tl.float32) * of_r
-        if READ_KEY:
-            tl.store(dR + of_tile * DK + place, dr.to(dR.dtype.element_ty), inside)
-        W += of_k * down
-        Z += writes_r.to(tl.float32) * of_k
-    # (5) Results
-    dk = b * W
-    if CORRECT and not READ_KEY:
-        dk += dr
-    tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
-    sums = (of_tile + r * H) * PARTS + part
-    found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
-    if DOTS > 0:
-        by_errors = tl.zeros([L], tl.float32)  # dv_t . E_t, beta_t times dbeta_t
-        tokens = T.to(tl.int64) * (1 if IS_VARLEN else sequences)  # of all batch rows
-        for i in tl.static_range(DOTS):
-            by_errors += tl.load(dots + i * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
-        b = tl.reshape(b, [L])
-        found = tl.where(tl.abs(b) > 1e-6, by_errors / b, found)
-    tl.store(dbeta + sums, found, r < steps)
-    dg = tl.zeros([L, BK], tl.float32) + across[None, :]
-    if CORRECT and READ_BEFORE:
-        dg = add_sums_after(dg, state_reads_r, r, SUMS)
-        dg = add_sums_to(dg, Z_before, r, SUMS)
-    dg = add_sums_after(dg, state_reads, r - 1, SUMS)
-    dg = add_sums_to(dg, Z, r - 1, SUMS)
-    dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
-    if STEP_GATES:
-        tl.store(dF + sums, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
-    else:
-        tl.store(dF + of_tile * DK + place, dg.to(dF.dtype.element_ty), inside)
 
 
 @without_unknown_options
@@ -294,38 +93,200 @@ def channel_gradients(
     """
     PARTS: tl.constexpr = tl.cdiv(DK, BK)
     part = tl.program_id(0) % PARTS
-    number = tl.program_id(0) // PARTS
-    if LEVELED:
-        n0 = number * per_program
-        if has_marked(leveled, n0, per_program, tiles_of_head * H):
-            for i in tl.range(0, tl.minimum(per_program, tiles_of_head * H - n0), num_stages=1):
-                index = n0 + i
-                h = (index // tiles_of_head).to(tl.int64)
-                s, first, length, start, _ = locate_chunk(cu, sequences, T, index % tiles_of_head, L, IS_VARLEN)
-                if takes_tile(leveled + index, start < length, LEVELED):
-                    tile = index.to(tl.int64)
-                    gradients_of_tile(
-                        tile, h, s, first, length, start, part,
-                        Q, K, R, F, beta, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
-                        sequences, T, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-                        gb, gt, gh, eb, et, eh,
-                        DK, DV, BK, BV, L, CORRECT, READ_KEY, READ_BEFORE, STEP_GATES, IS_VARLEN, OPERAND, PRECISION,
-                        SUMS, BOUND, LEVELS, LEVELED, DOTS, STAGES,
-                    )  # fmt: skip
-    else:
-        h = (number % H).to(tl.int64)
-        s, first, length, start, _ = locate_chunk(cu, sequences, T, number // H, L, IS_VARLEN)
+    n0, count = tiles_of_program(leveled, per_program, tiles_of_head * H, LEVELED, PARTS)
+    for i in tl.range(0, count, num_stages=1):
+        h, chunk = head_and_chunk(n0 + i, tiles_of_head, H, LEVELED)
+        s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, L, IS_VARLEN)
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
         exists = start < length
-        if exists & (tl.load(leveled + tile, exists, 1) == 0):
-            gradients_of_tile(
-                tile, h, s, first, length, start, part,
-                Q, K, R, F, beta, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
-                sequences, T, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-                gb, gt, gh, eb, et, eh,
-                DK, DV, BK, BV, L, CORRECT, READ_KEY, READ_BEFORE, STEP_GATES, IS_VARLEN, OPERAND, PRECISION,
-                SUMS, BOUND, LEVELS, LEVELED, DOTS, STAGES,
-            )  # fmt: skip
+        if exists & ((tl.load(leveled + tile, exists, 0) != 0) == LEVELED):
+            hx = h // GROUP
+            row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
+            r = tl.arange(0, L)
+            e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
+            at = (t0 + r).to(tl.int64)[:, None]
+            of_tile = (first + start) * H + h  # of results, which are dense: offsets inside a tile fit 32 bits
+            c = part * BK + tl.arange(0, BK)
+            do_at = dO + row * gb + h * gh + at * gt
+            e_at = E + row * eb + h * eh + at * et
+            dv_at = dV + of_tile * DV + (r * H * DV)[:, None]
+            # (1) What steps read of writes inside the tile, [reading step, writing step], and the products with the
+            # state before the tile and the cotangent after it, (L, BK)
+            weights_q = tl.zeros([L, L], tl.float32)
+            weights_r = tl.zeros([L, L], tl.float32)
+            dq = tl.zeros([L, BK], tl.float32)
+            dr = tl.zeros([L, BK], tl.float32)
+            W = tl.zeros([L, BK], tl.float32)
+            across = tl.zeros([BK], tl.float32)
+            for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
+                v = v0 + tl.arange(0, BV)
+                held = (r < steps)[:, None] & (v < DV)[None, :]
+                there = (v < DV)[:, None] & (c < DK)[None, :]
+                state_at = (tile * DV + v[:, None]) * DK + c[None, :]
+                do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
+                error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
+                C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
+                dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
+                weights_q = tl.dot(do, tl.trans(error), weights_q, input_precision=PRECISION)
+                dq = tl.dot(do, C, dq, input_precision=PRECISION)
+                W = tl.dot(error, dC, W, input_precision=PRECISION)
+                if CORRECT:
+                    dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
+                    weights_r = tl.dot(dv, tl.trans(error), weights_r, input_precision=PRECISION)
+                    dr = tl.dot(dv, C, dr, input_precision=PRECISION)
+                across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
+            # The diagonal: what a step reads of its own write. No gate lies between, so it is kept apart.
+            own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
+            # With correction, pairs that dq or dr are sums of take operands in tf32: bfloat16 would cost too much.
+            SHORT: tl.constexpr = dO.dtype.element_ty == tl.bfloat16
+            OPERAND_Q: tl.constexpr = tl.float32 if CORRECT else OPERAND
+            OPERAND_R: tl.constexpr = tl.float32 if READ_KEY else OPERAND
+            PRECISION_Q: tl.constexpr = "tf32" if CORRECT and SHORT else PRECISION
+            PRECISION_R: tl.constexpr = "tf32" if READ_KEY and SHORT else PRECISION
+            weights_q = as_operand(tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0), OPERAND_Q, PRECISION_Q)
+            weights_r = as_operand(tl.where(r[:, None] > r[None, :], -weights_r, 0.0), OPERAND_R, PRECISION_R)
+            # (2) The decays of pairs in one block, and those from the start of the tile and to its end
+            inside = (r < steps)[:, None] & (c < DK)[None, :]
+            f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
+            g = load_exponents(f_at, inside)  # (L, BK)
+            middle, shift, _top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+            up = tl.exp2(middle)  # factors of reads in one block
+            down = tl.exp2(-middle)  # factors of writes
+            up_r = up
+            if CORRECT and READ_BEFORE:
+                if LEVELED:
+                    up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
+                else:
+                    up_r = tl.exp2(middle - g)
+            if LEVELED:
+                before = decay_to(g, r, SUMS)
+                before_r = before
+                if CORRECT and READ_BEFORE:
+                    before_r = decay_to(g, e, SUMS)
+                after = decay_after(g, r, SUMS)
+                across *= tl.exp2(tl.sum(g, 0))
+            else:
+                to_middle, from_middle = half_decays(g)
+                before = up * to_middle[None, :]
+                before_r = up_r * to_middle[None, :]
+                after = down * from_middle[None, :]
+                across *= to_middle * from_middle
+            # (3) What the tile reads of the state before it and writes to the one after it. The gradient of a step's
+            # gates sums state_reads from the step on, and over the steps before it Z: what a step writes less what it
+            # reads of writes in the tile.
+            b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
+            q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
+            k = tl.load(k_at, inside, 0.0)  # (L, BK)
+            q = tl.load(q_at, inside, 0.0)  # (L, BK)
+            read = k  # read keys, (L, BK)
+            if READ_KEY:
+                read = tl.load(r_at, inside, 0.0)
+            dq *= before * scale
+            state_reads = q * dq
+            W *= after
+            Z = k * b * W
+            state_reads_r = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE, what read keys read of the state
+            Z_before = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE, what counts from the read on
+            if CORRECT:
+                dr *= -before_r
+                if READ_BEFORE:
+                    state_reads_r = read * dr
+                else:
+                    state_reads += read * dr
+            # (4) Pairs inside the tile add to dq, dr, W and Z
+            dq += own * k.to(tl.float32) * b
+            W += own * q.to(tl.float32)
+            if CORRECT and READ_BEFORE:  # no gate lies between a step and what the step before it wrote either
+                last = e[:, None] == r[None, :]
+                previous = tl.where(last, weights_r, 0.0).to(OPERAND_R)
+                weights_r = tl.where(last, 0.0, weights_r).to(OPERAND_R)
+                dr = tl.dot(previous, as_operand(k * b, OPERAND_R, PRECISION_R), dr, input_precision=PRECISION_R)
+                W = tl.dot(tl.trans(previous), read.to(OPERAND_R), W, input_precision=PRECISION_R)
+            if LEVELED:
+                for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
+                    factor = level_factors(g, r, level, LEVELS, SUMS)
+                    odd = in_odd_block(r, level, L, LEVELS)[:, None]
+                    writes = tl.where(odd, 0.0, k * b * factor)
+                    writes_q = as_operand(writes, OPERAND_Q, PRECISION_Q)
+                    queries = as_operand(tl.where(odd, q * factor, 0.0), OPERAND_Q, PRECISION_Q)
+                    pairs = tl.where(level_pairs(r, level, L, LEVELS), weights_q, 0.0).to(OPERAND_Q)
+                    of_q = tl.dot(pairs, writes_q, input_precision=PRECISION_Q)
+                    dq += tl.where(odd, of_q * factor, 0.0)
+                    Z -= queries.to(tl.float32) * of_q
+                    of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION_Q)
+                    W += tl.where(odd, 0.0, of_k * factor)
+                    Z += writes_q.to(tl.float32) * of_k
+                    if CORRECT:
+                        factor_r = factor
+                        odd_r = odd
+                        if READ_BEFORE:
+                            factor_r = level_factors(g, e, level, LEVELS, SUMS)
+                            odd_r = in_odd_block(e, level, L, LEVELS)[:, None]
+                        writes_r = as_operand(writes, OPERAND_R, PRECISION_R)
+                        reads = as_operand(tl.where(odd_r, read * factor_r, 0.0), OPERAND_R, PRECISION_R)
+                        pairs_r = tl.where(level_pairs(e, level, L, LEVELS), weights_r, 0.0).to(OPERAND_R)
+                        of_r = tl.dot(pairs_r, writes_r, input_precision=PRECISION_R)
+                        of_k = tl.dot(tl.trans(pairs_r), reads, input_precision=PRECISION_R)
+                        dr += tl.where(odd_r, of_r * factor_r, 0.0)
+                        if READ_BEFORE:
+                            Z_before -= reads.to(tl.float32) * of_r
+                        else:
+                            Z -= reads.to(tl.float32) * of_r
+                        W += tl.where(odd, 0.0, of_k * factor)
+                        Z += writes_r.to(tl.float32) * of_k
+                weights_q = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND_Q)
+                weights_r = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND_R)
+            queries = as_operand(q * up, OPERAND_Q, PRECISION_Q)
+            writes = k * b * down
+            writes_q = as_operand(writes, OPERAND_Q, PRECISION_Q)
+            of_q = tl.dot(weights_q, writes_q, input_precision=PRECISION_Q)
+            dq += of_q * up
+            Z -= queries.to(tl.float32) * of_q
+            place = (r * H)[:, None] * DK + c[None, :]  # (L, BK)
+            tl.store(dQ + of_tile * DK + place, dq.to(dQ.dtype.element_ty), inside)
+            of_k = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION_Q)
+            W += of_k * down
+            Z += writes_q.to(tl.float32) * of_k
+            if CORRECT:
+                reads = as_operand(read * up_r, OPERAND_R, PRECISION_R)
+                writes_r = as_operand(writes, OPERAND_R, PRECISION_R)
+                of_r = tl.dot(weights_r, writes_r, input_precision=PRECISION_R)
+                of_k = tl.dot(tl.trans(weights_r), reads, input_precision=PRECISION_R)
+                dr += of_r * up_r
+                if READ_BEFORE:
+                    Z_before -= reads.to(tl.float32) * of_r
+                else:
+                    Z -= reads.to(tl.float32) * of_r
+                if READ_KEY:
+                    tl.store(dR + of_tile * DK + place, dr.to(dR.dtype.element_ty), inside)
+                W += of_k * down
+                Z += writes_r.to(tl.float32) * of_k
+            # (5) Results
+            dk = b * W
+            if CORRECT and not READ_KEY:
+                dk += dr
+            tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
+            sums = (of_tile + r * H) * PARTS + part
+            found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
+            if DOTS > 0:
+                by_errors = tl.zeros([L], tl.float32)  # dv_t . E_t, beta_t times dbeta_t
+                tokens = T.to(tl.int64) * (1 if IS_VARLEN else sequences)  # of all batch rows
+                for i in tl.static_range(DOTS):
+                    by_errors += tl.load(dots + i * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
+                b = tl.reshape(b, [L])
+                found = tl.where(tl.abs(b) > 1e-6, by_errors / b, found)
+            tl.store(dbeta + sums, found, r < steps)
+            dg = tl.zeros([L, BK], tl.float32) + across[None, :]
+            if CORRECT and READ_BEFORE:
+                dg = add_sums_after(dg, state_reads_r, r, SUMS)
+                dg = add_sums_to(dg, Z_before, r, SUMS)
+            dg = add_sums_after(dg, state_reads, r - 1, SUMS)
+            dg = add_sums_to(dg, Z, r - 1, SUMS)
+            dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
+            if STEP_GATES:
+                tl.store(dF + sums, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
+            else:
+                tl.store(dF + of_tile * DK + place, dg.to(dF.dtype.element_ty), inside)
 
 
 class Gradients(NamedTuple):

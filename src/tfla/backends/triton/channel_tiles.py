@@ -31,13 +31,14 @@ from tfla.backends.triton.channel_decays import (
     decay_after,
     decay_to,
     half_decays,
-    has_marked,
+    head_and_chunk,
     in_odd_block,
     level_factors,
     level_pairs,
     load_exponents,
     sums_from_middle,
     takes_tile,
+    tiles_of_program,
 )
 from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
@@ -46,115 +47,6 @@ from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
-
-
-@triton.jit
-def operands_of_tile(
-    tile, h, s, first, length, start,
-    Q, K, R, F, beta, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-    H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
-    READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
-    LEVELS: tl.constexpr, LEVELED: tl.constexpr, SPLIT: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute the operands of tile `tile` of head h, which is where `locate_chunk` says; see `decay_operands`."""
-    hx = h // GROUP
-    row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
-    r = tl.arange(0, L)
-    e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
-    at = (t0 + r).to(tl.int64)[:, None]
-    to = ((first + start + r) * H + h)[:, None]
-    b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
-    worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
-    S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
-    M = tl.zeros([L, L], tl.float32)
-    for c0 in tl.range(0, DK, BK, num_stages=STAGES, disable_licm=True):
-        c = c0 + tl.arange(0, BK)
-        inside = (r < steps)[:, None] & (c < DK)[None, :]
-        q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
-        g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
-        q = tl.load(q_at, inside, 0.0)  # (L, BK)
-        k = tl.load(k_at, inside, 0.0)  # (L, BK)
-        read = k  # read keys, (L, BK)
-        if READ_KEY:
-            read = tl.load(r_at, inside, 0.0)
-        middle, shift, top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
-        worst = tl.maximum(worst, top)
-        # (1) S and M of pairs of steps in different blocks, level by level: odd blocks read what even ones write
-        for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
-            factor = level_factors(g, r, level, LEVELS, SUMS)
-            odd = in_odd_block(r, level, L, LEVELS)[:, None]
-            writes = tl.trans(nearest_tf32(tl.where(odd, 0.0, k * factor), PRECISION))
-            queries = nearest_tf32(tl.where(odd, q * factor, 0.0), PRECISION)
-            D = tl.dot(queries, writes, input_precision=PRECISION)
-            S += tl.where(level_pairs(r, level, L, LEVELS), D, 0.0)
-            if CORRECT:
-                if READ_BEFORE:
-                    factor = level_factors(g, e, level, LEVELS, SUMS)
-                    odd = in_odd_block(e, level, L, LEVELS)[:, None]
-                reads = nearest_tf32(tl.where(odd, read * factor, 0.0), PRECISION)
-                D = tl.dot(reads, writes, input_precision=PRECISION)
-                M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
-        # (2) S and M of pairs of steps in one block
-        up = tl.exp2(middle)  # factors of reads
-        down = tl.exp2(-middle)  # factors of writes
-        up_r = up
-        if CORRECT and READ_BEFORE:
-            if LEVELED:
-                up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
-            else:
-                up_r = tl.exp2(middle - g)
-        writes = tl.trans(nearest_tf32(k * down, PRECISION))
-        queries = nearest_tf32(q * up, PRECISION)
-        if LEVELED:
-            D = tl.dot(queries, writes, input_precision=PRECISION)
-            S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
-            if CORRECT:
-                D = tl.dot(nearest_tf32(read * up_r, PRECISION), writes, input_precision=PRECISION)
-                M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
-        else:
-            S = tl.dot(queries, writes, S, input_precision=PRECISION)
-            if CORRECT:
-                M = tl.dot(nearest_tf32(read * up_r, PRECISION), writes, M, input_precision=PRECISION)
-        # (3) Operands times their decays from the start of the tile and to its end, and the decay of the tile
-        if LEVELED:
-            up = decay_to(g, r, SUMS)
-            down = decay_after(g, r, SUMS)
-            up_r = up
-            if CORRECT and READ_BEFORE:
-                up_r = decay_to(g, e, SUMS)
-            decay = tl.exp2(tl.sum(g, 0))
-        else:
-            to_middle, from_middle = half_decays(g)
-            up *= to_middle[None, :]
-            up_r *= to_middle[None, :]
-            down *= from_middle[None, :]
-            decay = to_middle * from_middle
-        place = to * DK + c[None, :]
-        dtype: tl.constexpr = Qa.dtype.element_ty
-        tl.store(Qa + place, (q * up * scale).to(dtype), inside)
-        key = k * down * b[:, None]
-        if SPLIT:
-            high, low = split(key, dtype)
-            tl.store(Kw + place, high, inside)
-            tl.store(Kw_low + place, low, inside)
-        else:
-            tl.store(Kw + place, key.to(dtype), inside)
-        if CORRECT:
-            tl.store(Ra + place, (read * up_r).to(dtype), inside)
-        tl.store(decays + tile * DK + c, decay, c < DK)
-    if not LEVELED:
-        tl.store(leveled + tile, tl.where(worst <= BOUND, 0, 1))
-    # (4) P B and X B, (L, L)
-    place = to * L + r[None, :]
-    S = tl.where(r[:, None] >= r[None, :], S * scale, 0.0) * b[None, :]
-    tl.store(P + place, S.to(P.dtype.element_ty), (r < steps)[:, None])
-    if SOLVE:
-        M = tl.where(r[:, None] > r[None, :], M, 0.0)
-        M = corrections(M, b, L, SOLVE_PRECISION, BASE, DOUBLINGS) * b[None, :]
-        tl.store(X + place, M.to(X.dtype.element_ty), (r < steps)[:, None])
 
 
 @without_unknown_options
@@ -188,34 +80,107 @@ def decay_operands(
         READ_BEFORE: whether a step reads the state before its decay.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
     """
-    if LEVELED:
-        n0 = tl.program_id(0) * per_program
-        if has_marked(leveled, n0, per_program, tiles_of_head * H):
-            for i in tl.range(0, tl.minimum(per_program, tiles_of_head * H - n0), num_stages=1):
-                index = n0 + i
-                h = (index // tiles_of_head).to(tl.int64)
-                s, first, length, start, _ = locate_chunk(cu, sequences, T, index % tiles_of_head, L, IS_VARLEN)
-                if takes_tile(leveled + index, start < length, LEVELED):
-                    tile = index.to(tl.int64)
-                    operands_of_tile(
-                        tile, h, s, first, length, start,
-                        Q, K, R, F, beta, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-                        H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-                        DK, BK, L, CORRECT, READ_KEY, READ_BEFORE, SOLVE, IS_VARLEN, PRECISION, SUMS, SOLVE_PRECISION,
-                        BOUND, LEVELS, LEVELED, SPLIT, BASE, DOUBLINGS, STAGES,
-                    )  # fmt: skip
-    else:
-        h = (tl.program_id(0) % H).to(tl.int64)
-        s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // H, L, IS_VARLEN)
+    n0, count = tiles_of_program(leveled, per_program, tiles_of_head * H, LEVELED, 1)
+    for i in tl.range(0, count, num_stages=1):
+        h, chunk = head_and_chunk(n0 + i, tiles_of_head, H, LEVELED)
+        s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, L, IS_VARLEN)
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
         if takes_tile(leveled + tile, start < length, LEVELED):
-            operands_of_tile(
-                tile, h, s, first, length, start,
-                Q, K, R, F, beta, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-                H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-                DK, BK, L, CORRECT, READ_KEY, READ_BEFORE, SOLVE, IS_VARLEN, PRECISION, SUMS, SOLVE_PRECISION,
-                BOUND, LEVELS, LEVELED, SPLIT, BASE, DOUBLINGS, STAGES,
-            )  # fmt: skip
+            hx = h // GROUP
+            row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
+            r = tl.arange(0, L)
+            e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
+            at = (t0 + r).to(tl.int64)[:, None]
+            to = ((first + start + r) * H + h)[:, None]
+            b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
+            worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
+            S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
+            M = tl.zeros([L, L], tl.float32)
+            for c0 in tl.range(0, DK, BK, num_stages=STAGES, disable_licm=True):
+                c = c0 + tl.arange(0, BK)
+                inside = (r < steps)[:, None] & (c < DK)[None, :]
+                q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
+                g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
+                q = tl.load(q_at, inside, 0.0)  # (L, BK)
+                k = tl.load(k_at, inside, 0.0)  # (L, BK)
+                read = k  # read keys, (L, BK)
+                if READ_KEY:
+                    read = tl.load(r_at, inside, 0.0)
+                middle, shift, top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+                worst = tl.maximum(worst, top)
+                # (1) S and M of pairs of steps in different blocks, level by level: odd blocks read, even ones write
+                for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
+                    factor = level_factors(g, r, level, LEVELS, SUMS)
+                    odd = in_odd_block(r, level, L, LEVELS)[:, None]
+                    writes = tl.trans(nearest_tf32(tl.where(odd, 0.0, k * factor), PRECISION))
+                    queries = nearest_tf32(tl.where(odd, q * factor, 0.0), PRECISION)
+                    D = tl.dot(queries, writes, input_precision=PRECISION)
+                    S += tl.where(level_pairs(r, level, L, LEVELS), D, 0.0)
+                    if CORRECT:
+                        if READ_BEFORE:
+                            factor = level_factors(g, e, level, LEVELS, SUMS)
+                            odd = in_odd_block(e, level, L, LEVELS)[:, None]
+                        reads = nearest_tf32(tl.where(odd, read * factor, 0.0), PRECISION)
+                        D = tl.dot(reads, writes, input_precision=PRECISION)
+                        M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
+                # (2) S and M of pairs of steps in one block
+                up = tl.exp2(middle)  # factors of reads
+                down = tl.exp2(-middle)  # factors of writes
+                up_r = up
+                if CORRECT and READ_BEFORE:
+                    if LEVELED:
+                        up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
+                    else:
+                        up_r = tl.exp2(middle - g)
+                writes = tl.trans(nearest_tf32(k * down, PRECISION))
+                queries = nearest_tf32(q * up, PRECISION)
+                if LEVELED:
+                    D = tl.dot(queries, writes, input_precision=PRECISION)
+                    S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
+                    if CORRECT:
+                        D = tl.dot(nearest_tf32(read * up_r, PRECISION), writes, input_precision=PRECISION)
+                        M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
+                else:
+                    S = tl.dot(queries, writes, S, input_precision=PRECISION)
+                    if CORRECT:
+                        M = tl.dot(nearest_tf32(read * up_r, PRECISION), writes, M, input_precision=PRECISION)
+                # (3) Operands times their decays from the start of the tile and to its end, and the decay of the tile
+                if LEVELED:
+                    up = decay_to(g, r, SUMS)
+                    down = decay_after(g, r, SUMS)
+                    up_r = up
+                    if CORRECT and READ_BEFORE:
+                        up_r = decay_to(g, e, SUMS)
+                    decay = tl.exp2(tl.sum(g, 0))
+                else:
+                    to_middle, from_middle = half_decays(g)
+                    up *= to_middle[None, :]
+                    up_r *= to_middle[None, :]
+                    down *= from_middle[None, :]
+                    decay = to_middle * from_middle
+                place = to * DK + c[None, :]
+                dtype: tl.constexpr = Qa.dtype.element_ty
+                tl.store(Qa + place, (q * up * scale).to(dtype), inside)
+                key = k * down * b[:, None]
+                if SPLIT:
+                    high, low = split(key, dtype)
+                    tl.store(Kw + place, high, inside)
+                    tl.store(Kw_low + place, low, inside)
+                else:
+                    tl.store(Kw + place, key.to(dtype), inside)
+                if CORRECT:
+                    tl.store(Ra + place, (read * up_r).to(dtype), inside)
+                tl.store(decays + tile * DK + c, decay, c < DK)
+            if not LEVELED:
+                tl.store(leveled + tile, tl.where(worst <= BOUND, 0, 1))
+            # (4) P B and X B, (L, L)
+            place = to * L + r[None, :]
+            S = tl.where(r[:, None] >= r[None, :], S * scale, 0.0) * b[None, :]
+            tl.store(P + place, S.to(P.dtype.element_ty), (r < steps)[:, None])
+            if SOLVE:
+                M = tl.where(r[:, None] > r[None, :], M, 0.0)
+                M = corrections(M, b, L, SOLVE_PRECISION, BASE, DOUBLINGS) * b[None, :]
+                tl.store(X + place, M.to(X.dtype.element_ty), (r < steps)[:, None])
 
 
 class Operands(NamedTuple):
