@@ -91,7 +91,7 @@ def channel_gradients(
             (B, T, H, DK / BK) float32.
         dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
     """
-    PARTS: tl.constexpr = tl.cdiv(DK, BK)
+    PARTS: tl.constexpr = (DK + BK - 1) // BK  # cdiv of constants is a tensor in Triton 3.6
     part = tl.program_id(0) % PARTS
     n0, count = tiles_of_program(leveled, per_program, tiles_of_head * H, LEVELED, PARTS)
     for i in tl.range(0, count, num_stages=1):
@@ -271,8 +271,8 @@ def channel_gradients(
             if DOTS > 0:
                 by_errors = tl.zeros([L], tl.float32)  # dv_t . E_t, beta_t times dbeta_t
                 tokens = T.to(tl.int64) * (1 if IS_VARLEN else sequences)  # of all batch rows
-                for i in tl.static_range(DOTS):
-                    by_errors += tl.load(dots + i * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
+                for n in tl.static_range(DOTS):
+                    by_errors += tl.load(dots + n * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
                 b = tl.reshape(b, [L])
                 found = tl.where(tl.abs(b) > 1e-6, by_errors / b, found)
             tl.store(dbeta + sums, found, r < steps)
