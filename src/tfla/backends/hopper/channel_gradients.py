@@ -53,7 +53,7 @@ from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import HIGHEST, LOG2E, LOWEST
 from tfla.backends.hopper import host, mma, pipeline, scheduler
-from tfla.backends.hopper.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from tfla.backends.hopper.pipeline import CONSUMER_REGISTERS_MAX, PRODUCER_REGISTERS_MIN
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_gradients import Gradients
@@ -595,7 +595,7 @@ def partitions(keys, values, group_size, gmem, tiles, params, config):
             (run_key_warp, (Q, K, G, tiles, shared, params, group_size, config)),
         ],
         [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [CONSUMER_REGISTERS_MAX, PRODUCER_REGISTERS_MIN, PRODUCER_REGISTERS_MIN],
     )
 
 

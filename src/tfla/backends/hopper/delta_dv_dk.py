@@ -401,7 +401,7 @@ def delta_dv_dk_kernel(
         Q, K: TMA descriptors of the queries and keys, in tiles (L, ROWS).
         DO: TMA descriptor of the cotangent of h, in tiles (L, 64).
         E: TMA descriptor of the prediction errors, in tiles like those of do.
-        X: TMA descriptor of the result of `solve_blocks`, (B, T, H, L), in tiles (L, L).
+        X: TMA descriptor of the result of `solve_kernel`, (B, T, H, L), in tiles (L, L).
         DV_out: TMA descriptor of dv, in tiles like those of do.
         dk_w: Output, the gradient of keys as writers, (B, T, H, ROWS), in the order of `written_layout`.
         dbeta, do_e: Outputs Z . E and do . E, (B, T, H), float32.
