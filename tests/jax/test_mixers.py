@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -192,3 +195,59 @@ def test_files_go_both_ways_and_dtypes(tmp_path: Path) -> None:
     assert sizes.max() <= 1.01e-1
     with pytest.raises(TypeError, match=r"^state: got State, expected MixerState"):
         model.blocks[0].mixer(jnp.zeros((1, 3, 32)), tfla.jax.State.zeros(1, 2, 8, 16, normalize=False))
+
+
+RECURRENT = ("mamba2", "gla"), ("gated_delta_net", "kda"), ("delta_net", "retnet"), ("mlstm_exp", "mlstm_sig")
+
+
+@functools.cache
+def _with_states(layers: tuple[str, ...], count: int) -> tuple[Any, Any, Any]:
+    """Return compiled functions (tokens, offsets, state) of four devices and of one, and states of sequences."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, model = models(Path(folder), layers=layers)
+    graph, weights = nnx.split(model)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    _, state = model(jnp.asarray(ids()).reshape(-1, 6)[:count], model.initial_state(count), return_state=True)
+    state = jax.tree.map(
+        lambda t: t + jnp.arange(count, dtype=t.dtype) if t.ndim == 1 else t, state
+    )  # positions differ
+
+    def logits(tokens: Any, at: Any, state: Any, axis: Any = None) -> Any:
+        return nnx.merge(graph, weights)(tokens, state, cu_seqlens=at, return_state=True, context_parallel=axis)
+
+    of_states = jax.tree.map(lambda _: P(), state)
+    run = jax.shard_map(
+        functools.partial(logits, axis="x"), mesh=mesh, in_specs=(P(None, "x"), P(), of_states),
+        out_specs=(P(None, "x"), of_states),
+    )  # fmt: skip
+    fresh = jax.shard_map(
+        lambda tokens, at: logits(tokens, at, None, "x"), mesh=mesh, in_specs=(P(None, "x"), P()),
+        out_specs=(P(None, "x"), of_states),
+    )  # fmt: skip
+    return (jax.jit(run), jax.jit(fresh)), jax.jit(logits), state
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("layers", RECURRENT, ids=str)
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(0, T), min_size=4, max_size=4))
+@example(cuts=[0, 1, 7, 7])
+@example(cuts=[6, 6, 12, 23])
+@example(cuts=[0, 0, 0, 0])
+@example(cuts=[5, 13, 24, 24])
+def test_context_parallelism_with_states_of_packed_sequences(layers: tuple[str, ...], cuts: list[int]) -> None:
+    """Sequences that start and end on any device go on from their states and leave those of one device."""
+    (parts, fresh), whole, state = _with_states(layers, 5)
+    tokens, at = jnp.asarray(ids()[:1]), jnp.array([0, *sorted(cuts), T])
+    carried = parts(tokens, at, state), whole(tokens, at, state)
+    for found, expected in (carried, (fresh(tokens, at), whole(tokens, at, None))):
+        near(found[0], expected[0], 1e-9)
+        for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+            near(a, b, 1e-9)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_short_parts_of_packed_sequences_with_states_are_named() -> None:
+    (_, fresh), _, _ = _with_states(("gated_delta_net", "kda"), 5)
+    with pytest.raises(ValueError, match="x: got 2 steps with context parallelism, expected at least 3"):
+        fresh(jnp.zeros((1, 8), int), jnp.array([0, 1, 2, 3, 4, 8]))

@@ -52,6 +52,16 @@ class Parts(NamedTuple):
         """The offsets (N + 1,) among the steps of this device, of which many may be equal."""
         return jnp.clip(self.at - self.here * self.T, 0, self.T)
 
+    @property
+    def goes_on(self) -> Array:
+        """Whether a sequence (N,) starts on a device before this one; it may end there too."""
+        return self.at[:-1] < self.here * self.T
+
+    @property
+    def earlier_steps(self) -> Array:
+        """The steps (N,) of each sequence that are on devices before this one."""
+        return jnp.clip(self.here * self.T, self.at[:-1], self.at[1:]) - self.at[:-1]
+
     def last(self, device: Any) -> tuple[Array, Array]:
         """Return the last sequence that starts on a device or before it, and whether it starts on that device."""
         row = jnp.searchsorted(self.at, (device + 1) * self.T, side="left") - 1
@@ -85,8 +95,7 @@ class Parts(NamedTuple):
 
         devices = jnp.arange(len(row))
         state, _ = jax.lax.scan(add, _each(lambda x: jnp.zeros_like(x[0]), before), (devices, every, before, begins))
-        goes_on = self.at[:-1] < self.here * self.T
-        return _each(lambda a, b: jnp.where(goes_on.reshape(-1, *[1] * a.ndim), a, b), state, given)
+        return _each(lambda a, b: jnp.where(self.goes_on.reshape(-1, *[1] * a.ndim), a, b), state, given)
 
     def final(self, state: State) -> State:
         """Return the states after the last step of each sequence, on all devices.
@@ -94,12 +103,12 @@ class Parts(NamedTuple):
         Args:
             state: (N, ...), those after the steps of this device.
         """
+        return _each(self.of_last_device, state)
+
+    def of_last_device(self, x: Array) -> Array:
+        """Return the row of each sequence in x (N, ...) of the device that has its last step, on all devices."""
         owner = jnp.clip((self.at[1:] - 1) // self.T, 0, jax.lax.axis_size(self.axis) - 1) == self.here
-
-        def whole(x: Array) -> Array:
-            return jax.lax.psum(jnp.where(owner.reshape(-1, *[1] * (x.ndim - 1)), x, 0), self.axis)
-
-        return _each(whole, state)
+        return jax.lax.psum(jnp.where(owner.reshape(-1, *[1] * (x.ndim - 1)), x, 0), self.axis)
 
 
 def initial_states(

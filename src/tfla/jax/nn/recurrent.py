@@ -20,6 +20,7 @@ from tfla.jax.delta.api import delta_rule
 from tfla.jax.delta.steps import delta_rule_step
 from tfla.jax.nn.layers import projection
 from tfla.jax.nn.short_convolution import BEFORE_ALL, Documents, ShortConvolution
+from tfla.jax.packed_parts import Parts
 from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
 from tfla.jax.steps import linear_attention_step
@@ -133,16 +134,16 @@ class SequenceRun(Run):
         super().__init__(mixer, state)
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
+        T = x.shape[1]
+        self.parts: Parts | None = None  # of packed sequences with states
         if cu_seqlens is not None and context_parallel is not None:
-            if state is not None or return_state:
-                raise ValueError(
-                    "context_parallel: got it with cu_seqlens and a state or return_state, expected no states of "
-                    "packed sequences"
-                )
             check_context_parallel(context_parallel, "chunkwise", ("chunkwise",))
             check_cu_seqlens(cu_seqlens, x, context_parallel)
-            document_start, cu_seqlens = PackedSteps(x.shape[1], cu_seqlens, context_parallel).starts[None], None
-        self.documents = Documents.of(x.shape[1], document_start, cu_seqlens)
+            if state is not None or return_state:
+                self.parts = Parts.of(T, cu_seqlens, context_parallel)
+            else:
+                document_start, cu_seqlens = PackedSteps(T, cu_seqlens, context_parallel).starts[None], None
+        self.documents = Documents.of(T, document_start, cu_seqlens if self.parts is None else self.parts.offsets)
         self.document_start, self.return_state, self.axis = document_start, return_state, context_parallel
         self.batch = x.shape[0]
         self.options = {
@@ -163,8 +164,7 @@ class SequenceRun(Run):
                 before = self._from_previous(convolution, x, before)
             found.append(convolution(x, before, self.documents))
             if self.return_state:
-                last = convolution.last_inputs(x, before, self.documents)
-                kept.append(last if self.axis is None else of_last_device(last, self.axis))
+                kept.append(self._after_all(convolution.last_inputs(x, before, self.documents)))
         self.convolution = tuple(kept)
         return found
 
@@ -172,11 +172,13 @@ class SequenceRun(Run):
         """Return the positions of the tokens within their documents."""
         assert self.documents is not None
         before = None if self.state is None else self.state.position
-        if self.axis is not None:
+        if self.parts is not None:
+            earlier = self.parts.earlier_steps
+            before = earlier if before is None else before + earlier
+        elif self.axis is not None:
             before = self._carried_tokens(self.axis, before)
         if self.return_state:
-            tokens = self.documents.lengths(before, self.batch).astype(jnp.int32)
-            self.tokens = tokens if self.axis is None else of_last_device(tokens, self.axis)
+            self.tokens = self._after_all(self.documents.lengths(before, self.batch).astype(jnp.int32))
         return self.documents.token - self.documents.first_tokens(before)
 
     def linear_attention(self, q: Array, k: Array, v: Array, log_f: Array, **options: Any) -> Array:
@@ -210,6 +212,12 @@ class SequenceRun(Run):
         starts = self.document_start.reshape(*self.document_start.shape, *[1] * (log_f.ndim - 2))
         return jnp.where(starts, CLOSED_GATE, log_f)
 
+    def _after_all(self, x: Array) -> Array:
+        """Return what comes after all steps of each sequence (B, ...), from what comes after those of this device."""
+        if self.parts is not None:
+            return self.parts.of_last_device(x)
+        return x if self.axis is None else of_last_device(x, self.axis)
+
     def _carried_tokens(self, axis: str, before: Array | None) -> Array:
         """Return how many tokens before those of this device belong to the document that goes on there: (B,)."""
         assert self.documents is not None
@@ -223,7 +231,10 @@ class SequenceRun(Run):
         return me * T - start
 
     def _from_previous(self, convolution: ShortConvolution, x: Array, before: Array | None) -> Array:
-        """Return the inputs before the first token: the last ones of the device before, on the first one `before`."""
+        """Return the inputs before the first token of each sequence on this device, from those before whole sequences.
+
+        Where a sequence goes on from the device before they are the last ones there.
+        """
         assert self.axis is not None
         assert self.documents is not None
         if x.shape[1] < convolution.size - 1:
@@ -231,8 +242,12 @@ class SequenceRun(Run):
                 f"x: got {x.shape[1]} steps with context parallelism, expected at least {convolution.size - 1}"
             )
         size = jax.lax.axis_size(self.axis)
-        last = convolution.last_inputs(x, None, self.documents)
+        last = convolution.last_inputs(x, None if self.parts is None else before, self.documents)
+        if self.parts is not None:
+            last = last[self.parts.last(self.parts.here)[0]]
         halo = jax.lax.ppermute(last, self.axis, [(n, n + 1) for n in range(size - 1)])
+        if self.parts is not None:
+            return jnp.where(self.parts.goes_on[:, None, None], halo, 0 if before is None else before.astype(x.dtype))
         if before is None:
             return halo
         return jnp.where(jax.lax.axis_index(self.axis) == 0, before.astype(halo.dtype), halo)
