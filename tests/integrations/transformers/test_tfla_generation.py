@@ -43,6 +43,36 @@ def test_greedy_tokens_are_those_of_tfla() -> None:
     assert torch.equal(generate(model, ids, do_sample=False)[:, 9:], tokens)
 
 
+@pytest.mark.parametrize("given", ["static", "offloaded", "offloaded_static", "quantized", "paged"])
+@pytest.mark.parametrize("where", ["argument", "config", "model"])
+def test_other_caches_are_refused(given: str, where: str) -> None:
+    model, ids, options = make(), draw(2, 4), {}
+    if where == "argument":
+        options["cache_implementation"] = given
+    elif where == "config":
+        options["generation_config"] = transformers.GenerationConfig(cache_implementation=given)
+    else:
+        model.generation_config.cache_implementation = given
+    with pytest.raises(ValueError, match=f"^cache_implementation: got '{given}', expected None or 'dynamic', which"):
+        generate(model, ids, do_sample=False, **options)
+
+
+def test_a_dynamic_cache_is_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, warnings = make(), draw(2, 4), list[str]()
+    monkeypatch.setattr(transformers.generation.utils.logger, "warning_once", warnings.append)
+    found = generate(model, ids, do_sample=False, cache_implementation="dynamic", return_dict_in_generate=True)
+    assert isinstance(found.past_key_values, TflaCache)
+    assert torch.equal(found.sequences, generate(model, ids, do_sample=False))
+    assert not any("ignored" in warning for warning in warnings)
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        generate(model, ids, cache_implementation="dynamic", past_key_values=TflaCache())
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"states have no pages; tfla\.nn\.Decoder"):
+        make().generate_batch([[1, 2], [3]])
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_padded_rows_continue_as_they_do_alone(side: str, beams: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -245,6 +246,31 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run :meth:`transformers.GenerationMixin.generate`, which starts continuous batching for a paged cache."""
+        _check_cache_implementation(kwargs.get("cache_implementation"))
+        parent: Any = super()
+        return parent.generate(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an error: continuous batching of transformers needs a cache in pages."""
+        raise NotImplementedError(
+            "init_continuous_batching: got a TflaForCausalLM, whose states have no pages; tfla.nn.Decoder(..., "
+            "batches=...) decodes batches of requests that come and go, as examples/serve.py does"
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> Any:
+        """Refuse a cache that the model does not make, which transformers would leave out with a warning."""
+        given = generation_config.cache_implementation
+        _check_cache_implementation(given)
+        if given is not None and model_kwargs.get("past_key_values") is None:
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_implementation = None  # no warning, since a TflaCache is what was asked for
+        parent: Any = super()
+        return parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
     def to_language_model(self) -> LanguageModel:
         """Return a :class:`tfla.nn.LanguageModel` whose parameters share their memory with those of this model."""
         with torch.device("meta"):
@@ -265,6 +291,15 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         tensors = model.state_dict()
         found.load_state_dict({name: tensors[own_name(name)] for name in found.state_dict()}, assign=True)
         return found
+
+
+def _check_cache_implementation(given: str | None) -> None:
+    """Raise unless the argument ``cache_implementation`` of ``generate`` is the cache that the model makes itself."""
+    if given not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation: got {given!r}, expected None or 'dynamic', which are a TflaCache: the model makes "
+            "it from the states of its blocks, and there are no others"
+        )
 
 
 def own_name(name: str) -> str:
