@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
     @property
     def goes_on(self) -> Array:
-        """Whether a sequence (N,) starts on a device before this one; it may end there too."""
+        """True for each sequence (N,) that starts on a device before this one; it may end there too."""
         return self.at[:-1] < self.here * self.T
 
     @property
