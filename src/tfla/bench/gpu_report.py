@@ -107,16 +107,18 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
     """
     *_, direction = dict.fromkeys(r["direction"] for r in rows)
     parts, xs = [], list[int]()
+    peaks = [r["peak_bytes"] for r in rows if r["direction"] == direction and "peak_bytes" in r]
+    memory = "GiB" if max(peaks, default=0) >= 2**30 / 10 else "MiB"
     for key, title, digits, unit in (
-        ("peak_bytes", f"peak memory, {direction}, GiB", 2, 2**30),
+        ("peak_bytes", f"peak memory, {direction}, {memory}", 2, 2**30 if memory == "GiB" else 2**20),
         ("allocated_bytes", "most memory of a GPU, weights and the optimizer's states included, GiB", 1, 2**30),
         ("state_bytes", "stored states, GiB", 2, 2**30),
         ("tokens_per_second", "tokens per second, thousands", 1, 1e3),
         ("operator_share", "operator, % of the step", 1, 0.01),
     ):
         selected = [r for r in rows if r["direction"] == direction and key in r]
-        if not selected or (key == "state_bytes" and axis != "chunk size"):
-            continue
+        if not any(r[key] for r in selected) or (key == "state_bytes" and axis != "chunk size"):
+            continue  # replays of a CUDA graph allocate nothing
         xs = sorted({r["x"] for r in selected})
         cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in selected}
         body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(selected)]
