@@ -37,17 +37,17 @@ def solve(p: DeltaProblem) -> dict[str, Tensor]:
     """The quantities of `truth`, by these kernels and Triton's."""
     from tfla.backends.hopper import delta_backend
     from tfla.backends.triton import delta
-    from tfla.backends.triton.channel_rule import BoundedKernels, ChannelContext
+    from tfla.backends.triton.channel_rule import ChannelContext, ChannelKernels
 
-    def operands(ctx: ChannelContext) -> BoundedKernels:
-        found = delta_backend.bounded_kernels(ctx)
+    def operands(ctx: ChannelContext) -> ChannelKernels:
+        found = delta_backend.channel_kernels(ctx)
         assert found.operands is not None
         return found._replace(gradients=None)
 
     x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
     spec = p.spec("fused")
-    out = delta.run_forward(x, spec, delta.KERNELS._replace(bounded=operands))
-    grads = delta.run_backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec, bounded=operands)
+    out = delta.run_forward(x, spec, delta.KERNELS._replace(by_channel=operands))
+    grads = delta.run_backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec, by_channel=operands)
     found = {"h": out.h, "C": out.C} | {f"d{name}": getattr(grads, name) for name in p.leaves}
     return {name: t.cpu() for name, t in found.items()}
 

@@ -1,7 +1,7 @@
-"""The Hopper kernel of the gradients with gates by channel, against the recurrence in float64.
+"""The Hopper kernels with gates by channel, against the recurrence in float64.
 
-It runs on a Hopper GPU. With TRITON_INTERPRET=1 it runs on the CPU in the simulator, the kernels of Triton before it in
-the interpreter.
+They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU in the simulator, what Triton launches beside them
+in the interpreter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, error
+from channel_scans import check_scans
 from delta_cases import GATES_WITH_MEMORY, DeltaProblem, check_beside_rounding, delta_problem
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, check, inputs, on_hopper, simulation, solve  # noqa: F401
 
@@ -27,17 +28,31 @@ PROBLEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "one step": ("kda", {"T": 1, "carried": False}),
     "packed": ("kda", {"lengths": (0, 70, 3, 64, 0), "H": 2}),
     "heads that share keys": ("kda", {"T": 70, "H": 3}),
+    "more tiles than stages": ("kda", {"T": 330}),
     "72 x 136": ("kda", {"T": 70, "K": 72, "V": 136, "H": 2, "Hq": 2}),
     "tiles that need levels": ("kda", {"T": 70, "gates": "half"}),
     "read keys": ("gdn2", {"T": 70}),
     "GLA": ("gla", {"T": 70, "K": 256, "V": 200}),
     "GLA, packed": ("gla", {"lengths": (64, 0, 66), "V": 64}),
+    "GLA, packed with two blocks of channels": ("gla", {"lengths": (0, 70, 1, 64, 0), "K": 200, "V": 136, "H": 2}),
+    "GLA, two batch rows": ("gla", {"T": 200, "K": 256, "V": 64, "B": 2}),
 }
 
 
 @pytest.mark.parametrize(("model", "sizes"), PROBLEMS.values(), ids=PROBLEMS.keys())
 def test_gradients(model: str, sizes: dict[str, Any]) -> None:
     check(delta_problem(model, **{"B": 1, "H": 1, "Hq": 1, "K": 128, "V": 128, **sizes}, dtype=DTYPE), backward=True)
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("kda", {}), ("kda", {"V": 256}), ("gla", {}), ("gla", {"K": 256})])
+def test_scans_alone(model: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scan computes what it does in float64."""
+    if INTERPRETED:
+        from interpreted_bfloat16 import use_bfloat16
+
+        use_bfloat16(monkeypatch)
+    p = delta_problem(model, **{"T": 330, "B": 1, "H": 2, "K": 128, "V": 128, **sizes}, dtype=torch.bfloat16)
+    check_scans(p, 1e-2)
 
 
 def test_tiles_with_and_without_levels() -> None:

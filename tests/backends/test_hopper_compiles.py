@@ -65,13 +65,20 @@ DELTA_SPILLED = {
 }  # fmt: skip
 
 # The same with gates by channel, case by case: addresses and numbers of a tile, once a tile.
+NARROW_SCANS = {"channel_h_kernel": 0, "channel_dv_kernel": 0}
 CHANNEL_SPILLED = {
-    "kda,128,128,bfloat16": {"channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0},
-    "kda,64,128,bfloat16,packed,state": {"channel_gradients_kernel": 560},
-    "kda,96,128,bfloat16,packed,state": {
-        "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0,
+    "kda,128,128,bfloat16": {
+        "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
     },
-    "gla,256,512,bfloat16": {"channel_gradients_kernel": 256, "channel_operands_kernel": 128},
+    "kda,64,128,bfloat16,packed,state": {"channel_gradients_kernel": 560, **NARROW_SCANS},
+    "kda,96,128,bfloat16,packed,state": {
+        "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
+    },
+    "gla,256,512,bfloat16": {
+        "channel_gradients_kernel": 256, "channel_operands_kernel": 128, "channel_h_kernel": 24,
+        "channel_dv_kernel": 24,
+    },
+    "gla,256,512,bfloat16,packed,state": {"channel_h_kernel": 24, "channel_dv_kernel": 24},
 }  # fmt: skip
 
 

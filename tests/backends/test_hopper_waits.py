@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, error, problem, solve
+from channel_scans import check_scans
 from delta_cases import MODELS as DELTA_MODELS
 from delta_cases import DeltaProblem, delta_problem
 from torch import Tensor
@@ -38,6 +39,10 @@ SYNCHRONIZES = (
     "tma.store_wait",
 )
 Case = tuple[str, dict[str, Any], int | None]  # form, sizes, chunk size
+SCANS: list[Case] = [
+    (f"{model} scans", {"K": K, "V": 128, "T": 330, "H": 1, "dtype": torch.bfloat16}, None)
+    for model, K in (("kda", 128), ("gla", 256))
+]
 CASES: dict[str, list[Case]] = {
     "o_dv": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 128, "V": 256, "carried": False}, None)],
     "dq_dk": [("exp", {"K": 128, "V": 256}, None), ("exp", {"K": 256, "V": 128}, None)],
@@ -63,6 +68,9 @@ CASES: dict[str, list[Case]] = {
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "channel_operands": [("kda bfloat16", {"K": 136, "V": 64, "T": 70, "H": 1, "dtype": torch.bfloat16}, None)],
     "channel_gradients": [("kda dq", {"K": 128, "V": 128, "T": 200, "H": 1}, None)],
+    "channel_h": SCANS,
+    "channel_dv": SCANS,
+    "channel_states": SCANS,
 }  # fmt: skip
 # Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
 REDUNDANT = {
@@ -173,7 +181,15 @@ def check_delta_dq(p: DeltaProblem) -> None:
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
-DELTA_CHECKS = {"": check_delta_forward, "bfloat16": check_bfloat16_forward, "dv": check_delta_dv, "dq": check_delta_dq}
+def check_channel_scans(p: DeltaProblem) -> None:
+    """The scans with gates by channel compute what they do in float64."""
+    check_scans(p, 1e-2)
+
+
+DELTA_CHECKS = {
+    "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dv": check_delta_dv, "dq": check_delta_dq,
+    "scans": check_channel_scans,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("module", CASES)

@@ -18,12 +18,12 @@ KERNELS = {
     name: f"{name}_kernel"
     for name in (
         "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv", "delta_dv_dk", "delta_dq_dk",
-        "channel_operands", "channel_gradients",
+        "channel_operands", "channel_gradients", "channel_h", "channel_dv",
     )
 } | {"delta_solve": "solve_kernel"}  # fmt: skip
 SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
-    "delta_tiles",
+    "delta_tiles", "channel_states",
 )  # fmt: skip
 
 

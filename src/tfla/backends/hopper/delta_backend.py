@@ -1,7 +1,7 @@
 """The Hopper backend of the delta rule: X and scans for h, dv, dq and dk in Gluon, other kernels those of Triton.
 
-With gates by channel the kernels in Gluon are those of operands, X, and the gradients of q, k, beta and gates, for
-tiles that need no levels; the scans are Triton's.
+With gates by channel the kernels in Gluon are the scans, where registers hold a state, and for tiles that need no
+levels those of operands, X, and the gradients of q, k, beta and gates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 
 if TYPE_CHECKING:
-    from tfla.backends.triton.channel_rule import BoundedKernels, ChannelContext
+    from tfla.backends.triton.channel_rule import ChannelContext, ChannelKernels
     from tfla.backends.triton.delta import ForwardKernels
 
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
@@ -39,15 +39,16 @@ def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
     return x._replace(**copies) if copies else x
 
 
-def bounded_kernels(ctx: ChannelContext) -> BoundedKernels:
-    """Return the kernels for tiles that need no levels: those in Gluon that take the call."""
-    from tfla.backends.hopper import channel_gradients, channel_operands
-    from tfla.backends.triton.channel_rule import BoundedKernels
+def channel_kernels(ctx: ChannelContext) -> ChannelKernels:
+    """Return the kernels in Gluon that take the call, and for the rest those of Triton."""
+    from tfla.backends.hopper import channel_dv, channel_gradients, channel_h, channel_operands, channel_states
+    from tfla.backends.triton.channel_rule import ChannelKernels
 
-    return BoundedKernels(
+    kernels = ChannelKernels(
         operands=channel_operands.launch if channel_operands.supports(ctx) else None,
         gradients=channel_gradients.launch if channel_gradients.supports(ctx) else None,
     )
+    return kernels._replace(h=channel_h.launch, dv=channel_dv.launch) if channel_states.supports(ctx) else kernels
 
 
 def _kernels() -> ForwardKernels:
@@ -55,7 +56,7 @@ def _kernels() -> ForwardKernels:
     from tfla.backends.hopper import delta_h, delta_solve
     from tfla.backends.triton import delta
 
-    return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch, bounded=bounded_kernels)
+    return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch, by_channel=channel_kernels)
 
 
 class HopperDelta(TritonDelta):
@@ -123,7 +124,7 @@ class HopperDelta(TritonDelta):
         if not self._aligned(dh) or dh.data_ptr() % ALIGNMENT:
             dh = dh.clone(memory_format=torch.contiguous_format)
         return delta.run_backward(
-            _for_descriptors(x), out, dh, dC, spec, delta_backward.backward, bounded_kernels
+            _for_descriptors(x), out, dh, dC, spec, delta_backward.backward, channel_kernels
         )  # fmt: skip
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:

@@ -142,15 +142,20 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
 
 
 @gluon.jit
-def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = False):
-    """Return pointers to what the consumer holds of a state, (64, ROWS) or (64, COLUMNS), and which of them exist."""
+def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = False, block: gl.constexpr = 0):
+    """Return pointers to what the consumer holds of a state, (64, ROWS) or (64, COLUMNS), and which of them exist.
+
+    Of a state with several blocks of 128 it is block `block`.
+    """
     layout: gl.constexpr = mma.accumulator_layout(ROWS)
     at = scheduler.state_index(index, params)
     DX: gl.constexpr = config.DK if config.BY_KEYS else config.DV
     DY: gl.constexpr = config.DV if config.BY_KEYS else config.DK
-    pointers = mma.state_pointers(state, at, ids.column, 0, DX, DY, not config.BY_KEYS, layout, BY_ROWS=BY_ROWS)
+    pointers = mma.state_pointers(
+        state, at, ids.column, block * ROWS, DX, DY, not config.BY_KEYS, layout, BY_ROWS=BY_ROWS
+    )
     x = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    y = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
+    y = block * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
     return pointers, (x < DX) & (y < DY)
 
 
@@ -208,11 +213,13 @@ def range_factors(R, N):
 def issue_correction(R, write, x, L: gl.constexpr):
     """Start R - (R * write) x, (64, L) = (64, L) (L, L), in the range of float16 where x is.
 
+    Without `write`, None, x has these weights.
+
     Returns:
         The result times powers of two, and its left operand in registers. Both must be waited for.
         The factors of the rows that undo these powers.
     """
-    N = R * (-write)
+    N = -R if write is None else R * (-write)
     down, up = range_factors(R, N)
     A = mma.to_left_operand((N * down).to(x.dtype), L)
     return warpgroup_mma(A, x, R * down, is_async=True), A, up
@@ -226,20 +233,20 @@ def load_tile_decay(g, L: gl.constexpr):
 
 
 @gluon.jit
-def load_state(index, ids, gmem, params, config):
+def load_state(index, ids, gmem, params, config, block: gl.constexpr = 0):
     """Return what the consumer holds of the state that work tile `index` starts from, see `locate_state`."""
     C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
     if config.USE_INITIAL_STATE:
-        pointers, exists = locate_state(gmem.state_in, index, ids, params, config)
+        pointers, exists = locate_state(gmem.state_in, index, ids, params, config, block=block)
         C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)
     return C
 
 
 @gluon.jit
-def store_state(C, index, ids, gmem, params, config):
+def store_state(C, index, ids, gmem, params, config, block: gl.constexpr = 0):
     """Store what the consumer holds of the state after work tile `index`, with STORE_FINAL_STATE."""
     if config.STORE_FINAL_STATE:
-        pointers, exists = locate_state(gmem.state_out, index, ids, params, config, config.BY_KEYS)
+        pointers, exists = locate_state(gmem.state_out, index, ids, params, config, config.BY_KEYS, block)
         gl.store(pointers, C, mask=exists)
 
 

@@ -26,6 +26,7 @@ SUMS_OF_PAIRS = gl.constexpr(4)  # the same, apart for pairs of steps of differe
 DOTS_WITH_E = gl.constexpr(5)  # do . E and Z . E of the delta rule, the latter dbeta
 SUMS_OF_READERS = gl.constexpr(6)  # of both readers of the delta rule: what steps read, and pairs of a tile
 DOTS_AND_WRITES = gl.constexpr(7)  # do . E and Z . E, and with gates what later tiles read of each step
+DV_DOTS = gl.constexpr(8)  # dv . E with gates by channel
 
 # The parts of SUMS_OF_READERS, (L) each: what steps read, by warps of consumers, the rows of W by consumers, and its
 # columns by warps, half of them each.
@@ -59,8 +60,8 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
 
     Args:
         results: What the consumers leave, (STAGES, parts L), float32 in shared memory; the parts are to be added up.
-        out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E,
-            (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (B, T, H).
+        out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E
+            or dv . E, (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
             with SUMS_OF_PAIRS, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs of one tile, (programs,
             H, tiles, PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
@@ -141,12 +142,13 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         t = tile * L + r
         first = r * 0 + gl.program_id(1) == 0  # each program of a head has all of d: one of them stores it
         gl.store(out + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
-    elif config.RESULT == DOTS_WITH_E:
+    elif config.RESULT == DOTS_WITH_E or config.RESULT == DV_DOTS:
         t = tile * L + r
         tokens = T if params.schedule is not None else params.num_work_tiles // H * T  # of all batch rows
         at = (gl.program_id(1) * tokens + b.to(gl.int64) * T + start + t) * H + h
         gl.store(out + at, x, mask=t < steps)
-        gl.store(gate_vectors + at, add_parts(result, parts, parts, r), mask=t < steps)
+        if config.RESULT == DOTS_WITH_E:
+            gl.store(gate_vectors + at, add_parts(result, parts, parts, r), mask=t < steps)
     elif config.RESULT == DOTS_AND_WRITES:
         t = tile * L + r
         at = (b.to(gl.int64) * T + start + t) * H + h

@@ -10,6 +10,7 @@ The launches also serve gates by step where a step reads the state before its de
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, power_o
 from tfla.backends.gpu.context import LaunchContext, time_strides
 from tfla.backends.triton import channel_gradients, channel_scans, channel_tiles
 from tfla.backends.triton.channel_decays import MARKS
+from tfla.backends.triton.channel_tiles import Operands
 
 # The largest exponent, in base 2, of the factors of a bounded tile: float32 products keep their digits, and products of
 # 16-bit inputs, which are computed in bfloat16 or tf32, their range.
@@ -142,15 +144,33 @@ class ChannelContext:
         base = self.base
         return base.new(base.H, base.tiles, base.V, base.K, dtype=self.x.q.dtype)
 
-
-class BoundedKernels(NamedTuple):
-    """The launchers of other kernels for tiles that need no levels; with None these are Triton's."""
-
-    operands: channel_tiles.Bounded | None = None
-    gradients: channel_gradients.Bounded | None = None
+    def new_dots(self, programs: int) -> Tensor | None:
+        """Allocate dv . E for this many parts of dhv, (programs, B, T, H) float32; None where dbeta needs none."""
+        base = self.base
+        return base.new(programs, base.B, base.T, base.H) if self.beta_by_errors else None
 
 
-TRITON = BoundedKernels()
+# Launchers of scans, which take and return what those of :mod:`.channel_scans` do.
+LaunchH = Callable[
+    [ChannelContext, Operands, Tensor, "Tensor | None", "Tensor | None", "Tensor | None", "Tensor | None",
+     "Tensor | None"], None
+]  # fmt: skip
+LaunchDv = Callable[
+    [ChannelContext, Operands, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"],
+    tuple[Tensor, "Tensor | None"],
+]
+
+
+class ChannelKernels(NamedTuple):
+    """The launchers that a backend chooses for a call."""
+
+    operands: channel_tiles.Bounded | None = None  # of tiles that need no levels; with None those of Triton
+    gradients: channel_gradients.Bounded | None = None  # likewise
+    h: LaunchH = channel_scans.launch_h
+    dv: LaunchDv = channel_scans.launch_dv
+
+
+TRITON = ChannelKernels()
 
 
 def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> ChannelContext:
@@ -164,16 +184,16 @@ def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) 
     return ChannelContext(base=base, x=x, spec=spec, config=config, beta=beta, log_f=log_f)
 
 
-def forward(ctx: ChannelContext, bounded: BoundedKernels = TRITON) -> DeltaOutputs:
-    """Launch the forward, with the kernels `bounded` for tiles that need no levels."""
+def forward(ctx: ChannelContext, kernels: ChannelKernels = TRITON) -> DeltaOutputs:
+    """Launch the forward by `kernels`."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save and spec.correct else None
     base = sequences.bound(base, h, *(() if E is None else (E,)))
     ctx = replace(ctx, base=base)
     final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
-    operands = channel_tiles.launch(ctx, None, bounded.operands)
-    channel_scans.launch_h(ctx, operands, h, E, results.dense(base, x.C), final)
+    operands = channel_tiles.launch(ctx, None, kernels.operands)
+    kernels.h(ctx, operands, x.v, h, E, None, results.dense(base, x.C), final)
     none = base.placeholder(0)
     X = operands.X if spec.save else None
     chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
@@ -183,7 +203,7 @@ def forward(ctx: ChannelContext, bounded: BoundedKernels = TRITON) -> DeltaOutpu
 
 def backward(
     ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
-    bounded: BoundedKernels = TRITON,
+    kernels: ChannelKernels = TRITON,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward.
 
@@ -192,7 +212,7 @@ def backward(
         E, X: What the forward stored; not read without correction.
         dh: The cotangent of h, (B, T, H, dhv).
         dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
-        bounded: The kernels for tiles that need no levels.
+        kernels: The launchers.
     """
     x, base, correct = ctx.x, ctx.base, ctx.spec.correct
     dh = results.dense_rows(base, dh)
@@ -202,10 +222,11 @@ def backward(
     base = sequences.bound(base, grads.q, grads.k, dv, *(() if grads.read_key is None else (grads.read_key,)))
     ctx = replace(ctx, base=base)
     errors = E if correct else x.v
-    operands = channel_tiles.launch(ctx, X if correct else None, bounded.operands)
-    states = channel_scans.launch_states(ctx, operands, errors, results.dense(base, x.C))
-    cotangents, dots = channel_scans.launch_dv(ctx, operands, dh, errors, dv, results.dense(base, dC), dC0)
-    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, bounded.gradients)
+    operands = channel_tiles.launch(ctx, X if correct else None, kernels.operands)
+    states = ctx.new_tile_states()
+    kernels.h(ctx, operands, errors, None, None, states, results.dense(base, x.C), None)
+    cotangents, dots = kernels.dv(ctx, operands, dh, errors, dv, results.dense(base, dC), dC0)
+    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, kernels.gradients)
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None

@@ -205,43 +205,21 @@ def channel_dv_scan(
 
 
 def launch_h(
-    ctx: ChannelContext, operands: Operands, h: Tensor, E: Tensor | None, initial: Tensor | None, final: Tensor | None
-) -> None:
-    """Launch `channel_h_scan` for h, the prediction errors and the final states.
-
-    Args:
-        ctx: The context of the call.
-        operands: The result of :func:`.channel_tiles.launch`.
-        h: Output, (B, T, H, dhv).
-        E: Output for the prediction errors, (B, T, H, dhv), or None.
-        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
-        final: Output for the final states, or None.
-    """
-    _launch_h(ctx, operands, ctx.x.v, h, E, None, initial, final)
-
-
-def launch_states(ctx: ChannelContext, operands: Operands, E: Tensor, initial: Tensor | None) -> Tensor:
-    """Launch `channel_h_scan` for the states before the tiles.
-
-    Args:
-        ctx: The context of the call.
-        operands: The result of :func:`.channel_tiles.launch`.
-        E: The prediction errors, or without correction the values, (B, T, H, dhv).
-        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
-
-    Returns:
-        The states, (H, tiles, dhv, dqk).
-    """
-    states = ctx.new_tile_states()
-    _launch_h(ctx, operands, E, None, None, states, initial, None)
-    return states
-
-
-def _launch_h(
     ctx: ChannelContext, operands: Operands, v: Tensor, h: Tensor | None, E: Tensor | None, states: Tensor | None,
     initial: Tensor | None, final: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch `channel_h_scan` for the outputs that are given."""
+    """Launch `channel_h_scan` for the outputs that are given: h, the states before the tiles, or both.
+
+    Args:
+        ctx: The context of the call.
+        operands: The result of :func:`.channel_tiles.launch`.
+        v: The values, (B, T, H, dhv); without h the prediction errors, which are the values without correction.
+        h: Output, (B, T, H, dhv), or None.
+        E: Output for the prediction errors, (B, T, H, dhv), or None.
+        states: Output for the states before the tiles, (H, tiles, dhv, dqk), or None.
+        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
+        final: Output for the final states, or None.
+    """
     base, config = ctx.base, ctx.config
     tiles = config.states if h is None else config.h
     q, r, k, k_low, P, X, decays, _ = operands
@@ -281,7 +259,7 @@ def launch_dv(
     descriptors = config.descriptors and describable(dh)  # without, ptxas sets too few: see `ampere_mmas`
     cotangents = ctx.new_tile_states()
     programs = ceil_div(base.V, config.dv.split)
-    dots = base.new(programs, base.B, base.T, base.H) if ctx.beta_by_errors else None
+    dots = ctx.new_dots(programs)
     base.launch(channel_dv_scan, (programs, ctx.x.sequences * base.H),
         q, q if r is None else r, k, k if k_low is None else k_low, dh, E, P, P if X is None else X, decays,
         base.cu_seqlens, dv, decays if dots is None else dots, cotangents, q if final is None else final,

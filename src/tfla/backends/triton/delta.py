@@ -147,8 +147,8 @@ def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
 # A backward of a call with at most one gate a step; its arguments are those of :func:`backward`.
 Backward = Callable[[DeltaContext, Tensor, Tensor, Tensor, "Tensor | None"], DeltaGrads]
 
-# What chooses the kernels of tiles that need no levels for a call of :mod:`.channel_rule`.
-ChooseBounded = Callable[[channel_rule.ChannelContext], channel_rule.BoundedKernels]
+# What chooses the kernels for a call of :mod:`.channel_rule`.
+ChooseByChannel = Callable[[channel_rule.ChannelContext], channel_rule.ChannelKernels]
 
 
 class ForwardKernels(NamedTuple):
@@ -156,10 +156,10 @@ class ForwardKernels(NamedTuple):
 
     solve: Callable[[DeltaContext, Tensor], Tensor]  # of X
     h: Callable[[DeltaContext, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
-    bounded: ChooseBounded
+    by_channel: ChooseByChannel
 
 
-def by_triton(ctx: channel_rule.ChannelContext) -> channel_rule.BoundedKernels:
+def by_triton(ctx: channel_rule.ChannelContext) -> channel_rule.ChannelKernels:
     """Return the kernels of Triton."""
     return channel_rule.TRITON
 
@@ -361,23 +361,23 @@ def launch_forward(
     """Launch the forward by the kernels that take the call."""
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
-        by_channel = channel_rule.context(base, x, spec, beta)
-        return channel_rule.forward(by_channel, kernels.bounded(by_channel))
+        ctx = channel_rule.context(base, x, spec, beta)
+        return channel_rule.forward(ctx, kernels.by_channel(ctx))
     return forward(context(base, x, spec, beta), kernels)
 
 
 def launch_backward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
-    by: Backward = backward, bounded: ChooseBounded = by_triton,
+    by: Backward = backward, by_channel: ChooseByChannel = by_triton,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward by the kernels that take the call, with at most one gate a step by `by`.
 
-    For those of :mod:`.channel_rule`, `bounded` chooses those of tiles that need no levels.
+    For a call of :mod:`.channel_rule`, `by_channel` chooses them.
     """
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
-        by_channel = channel_rule.context(base, x, spec, beta)
-        return channel_rule.backward(by_channel, E, X, dh, dC, bounded(by_channel))
+        ctx = channel_rule.context(base, x, spec, beta)
+        return channel_rule.backward(ctx, E, X, dh, dC, by_channel(ctx))
     return by(context(base, x, spec, beta), E, X, dh, dC)
 
 
@@ -405,11 +405,11 @@ def forward_replay(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KE
 
 def run_backward(
     x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec, by: Backward = backward,
-    bounded: ChooseBounded = by_triton,
+    by_channel: ChooseByChannel = by_triton,
 ) -> DeltaGrads:  # fmt: skip
     """Record or replay the launches of the backward."""
     given = *x, out.E, out.X, dh, dC
-    signature = call_signature(("backward", by, bounded), x, spec, *given[len(x) :])
+    signature = call_signature(("backward", by, by_channel), x, spec, *given[len(x) :])
     found: Sequence[Tensor | None]
     recorded = recorded_launches(signature)
     if recorded is not None:
@@ -419,7 +419,7 @@ def run_backward(
             inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
             read: Any = recorder.given[len(x) :]
             E, X, dh, dC = read
-            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by, bounded)
+            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by, by_channel)
             found = recorder.results = grads  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 
