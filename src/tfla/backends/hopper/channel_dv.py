@@ -311,11 +311,10 @@ def partitions(late, tensors, decays, gmem, params, config):
         late_empty=late_empty,
         states=pipeline.allocate_tiles(gmem.states, 2 * config.BLOCKS),
     )
+    fence_async_shared()
     store_config: gl.constexpr = store_warp.StoreWarpConfig(
         L=config.L, STAGES=STAGES, REVERSE=True, IS_SEGMENTED=False, RESULT=RESULT
     )
-    fence_async_shared()
-    CONSUMER: gl.constexpr = channel_states.consumer_registers(config.BLOCKS)
     PRODUCER: gl.constexpr = channel_states.producer_registers(config.BLOCKS)
     gl.warp_specialize(
         [
@@ -331,7 +330,7 @@ def partitions(late, tensors, decays, gmem, params, config):
             )),
         ],
         [4, 1, 1, 1, 1],
-        [CONSUMER, PRODUCER, PRODUCER, PRODUCER, PRODUCER],
+        [channel_states.consumer_registers(config.BLOCKS), PRODUCER, PRODUCER, PRODUCER, PRODUCER],
     )  # fmt: skip
 
 

@@ -127,13 +127,14 @@ def run_key_warp(K, K_low, shared, params, config):
         config: Constants.
     """
     L: gl.constexpr = config.L
+    nbytes: gl.constexpr = (2 if config.SPLIT else 1) * K.block_type.nbytes
     n = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
             s, bar = pipeline.acquire(n, shared.late_full, shared.late_empty, config.LATE_STAGES)
-            mbarrier.expect(bar, (2 if config.SPLIT else 1) * K.block_type.nbytes)
+            mbarrier.expect(bar, nbytes)
             at = scheduler.tile_coordinates(b, h, t, 0, end, params)
             pipeline.async_load(K, at, bar, shared.k.index(s))
             if config.SPLIT:
@@ -339,7 +340,6 @@ def partitions(tensors, keys, decays, gmem, params, config):
         states=pipeline.allocate_tiles(gmem.states, 2 * config.BLOCKS) if not config.OUTPUT else None,
     )
     fence_async_shared()
-    CONSUMER: gl.constexpr = channel_states.consumer_registers(config.BLOCKS)
     PRODUCER: gl.constexpr = channel_states.producer_registers(config.BLOCKS)
     gl.warp_specialize(
         [
@@ -352,7 +352,7 @@ def partitions(tensors, keys, decays, gmem, params, config):
             )),
         ],
         [4, 1, 1, 1],
-        [CONSUMER, PRODUCER, PRODUCER, PRODUCER],
+        [channel_states.consumer_registers(config.BLOCKS), PRODUCER, PRODUCER, PRODUCER],
     )  # fmt: skip
 
 
