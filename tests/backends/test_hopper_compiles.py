@@ -65,7 +65,8 @@ DELTA_SPILLED = {
 }  # fmt: skip
 
 # The same with gates by channel, case by case: addresses and numbers of a tile, once a tile.
-NARROW_SCANS = {"channel_h_kernel": 0, "channel_dv_kernel": 0}
+NARROW_SCANS = {"channel_h_kernel": 16, "channel_dv_kernel": 0}
+WIDE_SCANS = {"channel_h_kernel": 32, "channel_dv_kernel": 32}
 CHANNEL_SPILLED = {
     "kda,128,128,bfloat16": {
         "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
@@ -75,10 +76,9 @@ CHANNEL_SPILLED = {
         "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
     },
     "gla,256,512,bfloat16": {
-        "channel_gradients_kernel": 256, "channel_operands_kernel": 128, "channel_h_kernel": 24,
-        "channel_dv_kernel": 24,
+        "channel_gradients_kernel": 256, "channel_operands_kernel": 128, **WIDE_SCANS,
     },
-    "gla,256,512,bfloat16,packed,state": {"channel_h_kernel": 24, "channel_dv_kernel": 24},
+    "gla,256,512,bfloat16,packed,state": WIDE_SCANS,
 }  # fmt: skip
 
 
