@@ -81,7 +81,7 @@ def decay_operands(
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
     """
     n0, count = tiles_of_program(leveled, per_program, tiles_of_head * H, LEVELED, 1)
-    for i in tl.range(0, count, num_stages=1):
+    for i in tl.range(0, count, num_stages=1, disable_licm=True):
         h, chunk = head_and_chunk(n0 + i, tiles_of_head, H, LEVELED)
         s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, L, IS_VARLEN)
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
