@@ -90,6 +90,16 @@ def test_gates_of_any_size() -> None:
             assert not found["hopper"]["dlog_f"][:, 64, ::3].any()
 
 
+def take_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the backends run in bfloat16 in the interpreter, too."""
+    if INTERPRETED:
+        from interpreted_bfloat16 import use_bfloat16
+
+        use_bfloat16(monkeypatch)
+        monkeypatch.setattr(DELTA_BACKENDS["triton"], "unsupported", lambda x: None)
+        monkeypatch.setattr(BACKEND, "unsupported", lambda x: None)
+
+
 @pytest.mark.parametrize("model", ["kda", "gla"])
 @pytest.mark.parametrize("alike", [0.0, 0.9])
 @pytest.mark.parametrize("gates", ["medium"] if INTERPRETED else GATES_WITH_MEMORY)
@@ -97,14 +107,23 @@ def test_errors_beside_those_of_rounding(gates: str, alike: float, model: str, m
     """In bfloat16 errors are at most 1.5 times what rounding inputs and outputs costs."""
     if alike and model == "gla":
         pytest.skip("keys correct nothing")
-    if INTERPRETED:
-        from interpreted_bfloat16 import use_bfloat16
-
-        use_bfloat16(monkeypatch)
-        monkeypatch.setattr(DELTA_BACKENDS["triton"], "unsupported", lambda x: None)
-        monkeypatch.setattr(BACKEND, "unsupported", lambda x: None)
+    take_bfloat16(monkeypatch)
     p = delta_problem(model, gates=gates, T=200 if INTERPRETED else 1000, B=1, H=1, Hq=1, K=128, V=128, alike=alike)
     check_beside_rounding(p, gates, functools.partial(solve, backward=True), torch.bfloat16)
+
+
+def test_gradient_of_beta_that_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers compute it for tiles that have a beta of 0, and the key warp for the others."""
+    take_bfloat16(monkeypatch)
+    p = delta_problem("kda", T=130, B=1, H=2, Hq=1, K=128, V=64, dtype=torch.bfloat16)
+    assert p.x.beta is not None
+    beta = p.x.beta.clone()
+    beta[:, 64:128:5, 0] = 0.0
+    p = dataclasses.replace(p, x=p.x._replace(beta=beta))
+    found, expected = (solve(p, True, backend)["dbeta"].double() for backend in ("hopper", "triton"))
+    zero = beta == 0
+    for where in (zero, ~zero):
+        assert error(found[where], expected[where]) <= TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("programs", [1, 2])

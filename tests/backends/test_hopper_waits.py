@@ -77,6 +77,7 @@ REDUNDANT = {
     ("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()"),
     ("channel_operands", "exponents_from_middle", "pipeline.barrier()"),
     ("channel_operands", "channel_operands_kernel", "pipeline.barrier()"),
+    ("channel_gradients", "run_key_warp", "pipeline.barrier()"),
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) ->
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
-    """Run inline assembly: moves, products, reciprocals, fused multiply-adds and waits for TMA stores."""
+    """Run inline assembly: moves, products, reciprocals, fused multiply-adds, bounds and waits for TMA stores."""
     registers: dict[str, Any] = {f"${i + 1}": plain(x) for i, x in enumerate(args)}
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
         name, rest = re.split(r"\s+", line, maxsplit=1)
@@ -149,6 +149,12 @@ def inline_asm_elementwise(
             registers[target] = (wide[0] * wide[1]).to(dtype)
         elif name.startswith("fma.rn."):
             registers[target] = (wide[0] * wide[1] + wide[2]).to(dtype)
+        elif name.startswith(("max.NaN.", "min.NaN.")):
+            registers[target] = getattr(torch, f"{name[:3]}imum")(*wide).to(dtype)
+        elif name.startswith("set.equ."):  # equal, or one of them NaN
+            registers[target] = (wide[0] == wide[1]) | (wide[0].isnan() | wide[1].isnan())
+        elif name.startswith("and."):  # of a number and a comparison
+            registers[target] = torch.where(wide[1] != 0, wide[0], 0).to(dtype)
         else:
             raise NotImplementedError(line)
     made = registers["$0"]

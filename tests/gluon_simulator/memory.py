@@ -41,7 +41,7 @@ class Where:
 
 
 class Shared:
-    """A view of shared memory, which holds NaN at first."""
+    """A view of shared memory, which holds NaN at first, or the smallest integer."""
 
     type = Block.type
 
@@ -50,7 +50,8 @@ class Shared:
 
     @classmethod
     def allocate(cls, dtype: torch.dtype, shape: Sequence[int], block: int) -> Shared:
-        data = torch.full(list(shape), float("nan"), dtype=dtype)
+        nothing = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+        data = torch.full(list(shape), nothing, dtype=dtype)
         tail = 2 if block > 1 else 0
         return cls(data, new_places([n // block if i >= len(shape) - tail else n for i, n in enumerate(shape)]), block)
 

@@ -6,7 +6,7 @@ and everything is transposed, (channels, steps), so that left operands of produc
 before the tile and dC the cotangent after it, c_t the exponents of the decays from the middle of the tile to step t,
 up = 2^c and down = 2^-c, and a, b the decays of its first and of its second half, the steps are (`process_tile`):
 
-    for each 64 columns of dhv:
+    for each 32 columns of dhv:
     (1)   S_q <- S_q + do E^T,  S_r <- S_r + dv E^T                 (L, L / 2), one half of the columns each
     (2)   dq^T <- dq^T + C do^T,  dr^T <- dr^T + C dv^T             (64, L) = (64, 64) (64, L)
     (3)   W^T <- W^T + dC E^T                                       the same
@@ -27,11 +27,12 @@ products of two second numbers are left out.
 
 Who waits for whom:
 
-    load warp  --full[s]-->   consumers --empty[s]-->  load warp     64 columns of E, do, dv, C and dC
-    key warp   --keys_full--> consumers --keys_empty--> key warp     q, k and gates, which the results overwrite
+    load warp  --full[s]-->   consumers --empty[s]-->  load warp     32 columns of E, do, dv, C and dC
+    key warp   --keys_full--> consumers --keys_empty--> key warp     q, k and gates, under the results; beta
     consumer 0 <--ready--> consumer 1                                S_q and S_r of the tile
 
-Consumers store S_q and S_r when the keys of the tile are there: both have left the tile before then.
+Consumers store S_q and S_r when both have left the tile before: the keys of the tile are there then where a tile's are
+in shared memory at a time, and where two are, a stage of the ring has been used twice in the tile.
 """
 
 from dataclasses import replace
@@ -60,22 +61,31 @@ if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
 
 CHANNELS = gl.constexpr(128)  # key channels of a program
-COLUMNS = gl.constexpr(64)  # columns of dhv at a time
 # The smallest log-gate that the products see: its decay is 0 in float32, and 0 times it is 0.
 CLOSED_GATE = gl.constexpr(-104.0)
+LOWEST_FLOAT16 = gl.constexpr(-65504.0)  # LOWEST in float16
 SMALLEST_BETA = gl.constexpr(1e-6)  # of which dv . E / beta is the gradient
 # Matrices in `p`:
 OF_QUERIES = gl.constexpr(0)
 LOW = gl.constexpr(1)  # the rounding errors of that
 OF_KEYS = gl.constexpr(2)
+# Numbers of a tile in `tile`:
+ROW = gl.constexpr(0)  # batch row
+HEAD = gl.constexpr(1)
+START = gl.constexpr(2)  # first token in the batch row
+END = gl.constexpr(3)  # the token after the last one
+TINY = gl.constexpr(4)  # whether a beta is near 0
+NUMBERS = gl.constexpr(5)
 
 
 class Config(NamedTuple):
     """The constants of the kernel."""
 
     L: Any  # steps of a tile
-    STAGES: Any  # stages of the ring, 56 KiB of tiles each, without correction 48
+    COLUMNS: Any  # columns of dhv of a stage of the ring
+    STAGES: Any  # stages of the ring
     CHUNKS: Any  # how often a program reads COLUMNS columns of dhv
+    KEY_STAGES: Any  # tiles of which q, k and gates are in shared memory
     PARTS: Any  # parts of the gradient of beta, of 32 channels each
     DOTS: Any  # parts of dv . E
     CORRECT: Any  # there are read keys, which are k
@@ -114,23 +124,24 @@ class SharedStorage(NamedTuple):
     dv: Any  # (STAGES, L, COLUMNS), with CORRECT
     states: Any  # (2 STAGES, COLUMNS, 64): one tile for each consumer
     cotangents: Any  # (2 STAGES, COLUMNS, 64)
+    more: Any  # whether the stage has data, or all tiles are done, (STAGES, 1)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
     # What a tile has once:
-    q: Any  # and then dq, (2, L, 64): one tile for each consumer
-    k: Any  # and then dk, (2, L, 64)
-    g: Any  # and then the gradient of the log-gates, (2, L, 64)
-    keys_full: Any  # barriers, (1)
-    keys_empty: Any  # barriers, (1)
+    q: Any  # and then dq, (2 KEY_STAGES, L, 64): one tile for each consumer
+    k: Any  # and then dk, (2 KEY_STAGES, L, 64)
+    g: Any  # and then the gradient of the log-gates, (2 KEY_STAGES, L, 64)
+    beta: Any  # (KEY_STAGES, L)
+    tile: Any  # its numbers, (NUMBERS KEY_STAGES, 1)
+    keys_full: Any  # barriers, (KEY_STAGES)
+    keys_empty: Any  # barriers, (KEY_STAGES)
     # What consumers exchange:
     p: Any  # S_q, its rounding errors and S_r, (2 or 3, L, L)
     ready: Any  # a barrier: both halves of them are stored
     # Constants:
     from_middle: Any  # M of step (5), (L, L)
     before: Any  # 1 where the row is before the column, (L, L)
-    # Vectors of each consumer:
-    beta: Any  # (2, L)
-    sums: Any  # parts of k . W, (2, 4 L)
+    sums: Any  # parts of k . W of each consumer, (2, 4 L)
 
 
 class Tile(NamedTuple):
@@ -161,6 +172,25 @@ def locate(index, tiles, params, L: gl.constexpr):
 
 
 @gluon.jit
+def store_number(x, to):
+    """Store an int32 to shared memory; one warp calls this."""
+    to.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + x)
+
+
+@gluon.jit
+def tell_more(x, s, shared):
+    """Store whether stage s has data, before the load warp arrives at its barrier."""
+    store_number(x, shared.more.index(s))
+    pipeline.barrier()  # all lanes have stored
+
+
+@gluon.jit
+def load_number(at):
+    """Return an int32 in shared memory to all threads of a consumer."""
+    return gl.max(at.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
     """Load E, do, dv, C and dC of each tile to shared memory by TMA, COLUMNS columns of dhv at a time.
 
@@ -182,25 +212,32 @@ def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
             tile = locate(index, tiles, params, L)
             for i in range(0, config.CHUNKS):
                 s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
+                tell_more(1, s, shared)
                 mbarrier.expect(bar, nbytes)
-                at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, i * COLUMNS, tile.end, params)
+                at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, i * config.COLUMNS, tile.end, params)
                 pipeline.async_load(E, at, bar, shared.e.index(s))
                 pipeline.async_load(DO, at, bar, shared.do.index(s))
                 if config.CORRECT:
                     pipeline.async_load(DV, at, bar, shared.dv.index(s))
                 for half in gl.static_range(2):
-                    block = (tile.index, i * COLUMNS, channel + 64 * half)
+                    block = (tile.index, i * config.COLUMNS, channel + 64 * half)
                     pipeline.async_load(states, block, bar, shared.states.index(2 * s + half))
                     pipeline.async_load(cotangents, block, bar, shared.cotangents.index(2 * s + half))
                 n += 1
+    s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
+    tell_more(0, s, shared)
+    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
-def run_key_warp(Q, K, G, tiles, shared, params, group_size, config):
-    """Load q, k and the log-gates of each tile to shared memory by TMA.
+def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
+    """Load q, k and the log-gates of each tile to shared memory by TMA, and beta; store the gradient of beta.
+
+    Where no beta of a tile is near 0, that gradient is dv . E / beta. Consumers compute that of other tiles.
 
     Args:
         Q, K, G: TMA descriptors, in tiles (L, 64), two a program.
+        gmem: Tensors in global memory.
         tiles: Which tiles a program computes.
         shared: Shared memory.
         params: The numbers of the scheduler.
@@ -209,19 +246,39 @@ def run_key_warp(Q, K, G, tiles, shared, params, group_size, config):
     """
     L: gl.constexpr = config.L
     channel = gl.program_id(1) * CHANNELS
+    r = gl.arange(0, L, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         if load_taken(index, tiles, params, L) != 0:
             tile = locate(index, tiles, params, L)
-            _s, bar = pipeline.acquire(n, shared.keys_full, shared.keys_empty, 1)
+            # Loads that other tiles' work hides
+            at = gmem.beta + (tile.b.to(gl.int64) * gmem.stride_b + tile.h.to(gl.int64) * gmem.stride_h)
+            at += gl.to_tensor(tile.start).to(gl.int64) * gmem.stride_t
+            beta = gl.load(at + r * gmem.stride_t, mask=r < tile.steps, other=0.0).to(gl.float32)  # (L)
+            tiny = gl.max(gl.where((gl.abs(beta) <= SMALLEST_BETA) & (r < tile.steps), 1, 0), 0)
+            if config.DOTS > 0:
+                by_errors = load_dots(tile, r, r < tile.steps, gmem, params, config)
+            s, bar = pipeline.acquire(n, shared.keys_full, shared.keys_empty, config.KEY_STAGES)
+            shared.beta.index(s).store(beta)
+            store_number(tile.b, shared.tile.index(s * NUMBERS + ROW))
+            store_number(tile.h, shared.tile.index(s * NUMBERS + HEAD))
+            store_number(tile.start, shared.tile.index(s * NUMBERS + START))
+            store_number(tile.end, shared.tile.index(s * NUMBERS + END))
+            store_number(tiny, shared.tile.index(s * NUMBERS + TINY))
+            pipeline.barrier()  # all lanes have stored
             mbarrier.expect(bar, 4 * Q.block_type.nbytes + 2 * G.block_type.nbytes)
             for half in gl.static_range(2):
                 column = channel + 64 * half
                 at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, column, tile.end, params)
-                pipeline.async_load(G, at, bar, shared.g.index(half))
+                pipeline.async_load(G, at, bar, shared.g.index(2 * s + half))
                 at = scheduler.tile_coordinates(tile.b, tile.h // group_size, tile.start, column, tile.end, params)
-                pipeline.async_load(Q, at, bar, shared.q.index(half))
-                pipeline.async_load(K, at, bar, shared.k.index(half))
+                pipeline.async_load(Q, at, bar, shared.q.index(2 * s + half))
+                pipeline.async_load(K, at, bar, shared.k.index(2 * s + half))
+            if config.DOTS > 0:  # noqa: SIM102  it is known when the kernel is compiled
+                if tiny == 0:
+                    found = gl.where(gl.program_id(1) == 0, by_errors / gl.where(r < tile.steps, beta, 1.0), 0.0)
+                    part = gl.program_id(1) * (CHANNELS // 32)
+                    store_parts(found, part, CHANNELS // 32, tile, r, r < tile.steps, gmem, params, config)
             n += 1
 
 
@@ -262,8 +319,66 @@ def store_scores(S_q, S_r, n, gmem, shared, half: gl.constexpr, config):
 
 
 @gluon.jit
+def start_states(s, phase, S_q, S_r, dq, dr, W, across, shared, half: gl.constexpr, config):
+    """Start steps (1) to (3) for the columns of dhv in stage s, and return (4) as well.
+
+    Returns:
+        S_q, S_r, dq, dr, W and across as in `process_states`, MMAs being underway, and the left operands of these.
+    """
+    L: gl.constexpr = config.L
+    of_out: gl.constexpr = mma.accumulator_layout(L)
+    mbarrier.wait(shared.full.index(s), phase)
+    e = shared.e.index(s).reshape([L, config.COLUMNS])
+    do = shared.do.index(s).reshape([L, config.COLUMNS])
+    # (1) One half of the columns of do E^T and dv E^T
+    writes = e.slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    S_q = warpgroup_mma(do, writes, S_q, is_async=True)
+    # (2) and (3)
+    C = shared.states.index(2 * s + half).reshape([config.COLUMNS, 64]).permute((1, 0)).load(of_out)  # (64, COLUMNS)
+    dC = shared.cotangents.index(2 * s + half).reshape([config.COLUMNS, 64]).permute((1, 0)).load(of_out)
+    A = mma.to_left_operand(C, L)
+    B = mma.to_left_operand(dC, L)
+    dq = warpgroup_mma(A, do.permute((1, 0)), dq, is_async=True)
+    W = warpgroup_mma(B, e.permute((1, 0)), W, is_async=True)
+    if config.CORRECT:
+        dv = shared.dv.index(s).reshape([L, config.COLUMNS])
+        S_r = warpgroup_mma(dv, writes, S_r, is_async=True)
+        dr = warpgroup_mma(A, dv.permute((1, 0)), dr, is_async=True)
+    # (4)
+    across += gl.sum(C.to(gl.float32) * dC.to(gl.float32), 1)
+    return S_q, S_r, dq, dr, W, across, A, B
+
+
+@gluon.jit
+def wait_for_states(count: gl.constexpr, S_q, S_r, dq, dr, W, A, B, config):
+    """Wait until no more than `count` of the MMAs of `start_states` are underway; the others' operands are A and B."""
+    if config.CORRECT:
+        S_q, S_r, dq, dr, W, A, B = warpgroup_mma_wait(count, deps=[S_q, S_r, dq, dr, W, A, B])
+    else:
+        S_q, dq, W, A, B = warpgroup_mma_wait(count, deps=[S_q, dq, W, A, B])
+    return S_q, S_r, dq, dr, W
+
+
+@gluon.jit
+def release_keys(s, exists, shared):
+    """Hand back stage s of the keys once the results over them have left, where `exists`."""
+    tma.store_wait(0)
+    pipeline.barrier()
+    mbarrier.arrive(shared.keys_empty.index(s), count=1, pred=exists)
+
+
+@gluon.jit
+def release_stage(s, shared):
+    """Hand back stage s of the ring."""
+    pipeline.barrier()  # the MMAs of all warps have read the stage
+    mbarrier.arrive(shared.empty.index(s), count=1)
+
+
+@gluon.jit
 def process_states(n, shared, half: gl.constexpr, config):
     """Compute what a tile needs of E, do, dv, C and dC, steps (1) to (4).
+
+    With CORRECT the MMAs of some columns end while the next ones are started. Without it that took longer.
 
     Args:
         n: Number of the tile among those of the program.
@@ -275,6 +390,7 @@ def process_states(n, shared, half: gl.constexpr, config):
         S_q and S_r, (L, L / 2); dq^T, dr^T and W^T, (64, L); across, (64).
     """
     L: gl.constexpr = config.L
+    MMAS: gl.constexpr = 5  # of one call of `start_states` with CORRECT
     of_out: gl.constexpr = mma.accumulator_layout(L)
     of_scores: gl.constexpr = mma.accumulator_layout(L // 2)
     S_q = gl.zeros([L, L // 2], gl.float32, of_scores)
@@ -283,40 +399,61 @@ def process_states(n, shared, half: gl.constexpr, config):
     dr = gl.zeros([64, L], gl.float32, of_out)
     W = gl.zeros([64, L], gl.float32, of_out)
     across = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_out))
-    for i in range(0, config.CHUNKS):
-        s, phase = pipeline.stage_and_phase(n * config.CHUNKS + i, config.STAGES)
-        mbarrier.wait(shared.full.index(s), phase)
-        e = shared.e.index(s).reshape([L, COLUMNS])
-        do = shared.do.index(s).reshape([L, COLUMNS])
-        # (1) One half of the columns of do E^T and dv E^T
-        writes = e.slice(half * (L // 2), L // 2, 0).permute((1, 0))
-        S_q = warpgroup_mma(do, writes, S_q, is_async=True)
-        # (2) and (3)
-        C = shared.states.index(2 * s + half).reshape([COLUMNS, 64]).permute((1, 0)).load(of_out)  # (64, COLUMNS)
-        dC = shared.cotangents.index(2 * s + half).reshape([COLUMNS, 64]).permute((1, 0)).load(of_out)
-        A = mma.to_left_operand(C, L)
-        B = mma.to_left_operand(dC, L)
-        dq = warpgroup_mma(A, do.permute((1, 0)), dq, is_async=True)
-        W = warpgroup_mma(B, e.permute((1, 0)), W, is_async=True)
-        if config.CORRECT:
-            dv = shared.dv.index(s).reshape([L, COLUMNS])
-            S_r = warpgroup_mma(dv, writes, S_r, is_async=True)
-            dr = warpgroup_mma(A, dv.permute((1, 0)), dr, is_async=True)
-        # (4)
-        across += gl.sum(C.to(gl.float32) * dC.to(gl.float32), 1)
-        tma.store_wait(0)  # the results of the previous tile have left
-        if config.CORRECT:
-            S_q, S_r, dq, dr, W, A, B = warpgroup_mma_wait(0, deps=[S_q, S_r, dq, dr, W, A, B])
-        else:
-            S_q, dq, W, A, B = warpgroup_mma_wait(0, deps=[S_q, dq, W, A, B])
-        pipeline.barrier()  # the MMAs of all warps have read the stage
-        mbarrier.arrive(shared.empty.index(s), count=1)
-        mbarrier.arrive(shared.keys_empty.index(0), count=1, pred=(i == 0) & (n > 0))
+    of_before = (n + config.KEY_STAGES - 1) % config.KEY_STAGES  # the stage of the keys of the tile before
+    if config.CORRECT:
+        s, phase = pipeline.stage_and_phase(n * config.CHUNKS, config.STAGES)
+        S_q, S_r, dq, dr, W, across, A, B = start_states(s, phase, S_q, S_r, dq, dr, W, across, shared, half, config)
+        # For nothing yet: the loop carries accumulators that have been waited for
+        S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A, B, config)
+        release_keys(of_before, n > 0, shared)
+        for i in range(1, config.CHUNKS):
+            last, A_last, B_last = s, A, B
+            s, phase = pipeline.stage_and_phase(n * config.CHUNKS + i, config.STAGES)
+            S_q, S_r, dq, dr, W, across, A, B = start_states(
+                s, phase, S_q, S_r, dq, dr, W, across, shared, half, config
+            )
+            S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A_last, B_last, config)
+            release_stage(last, shared)
+        S_q, S_r, dq, dr, W = wait_for_states(0, S_q, S_r, dq, dr, W, A, B, config)
+        release_stage(s, shared)
+    else:
+        for i in range(0, config.CHUNKS):
+            s, phase = pipeline.stage_and_phase(n * config.CHUNKS + i, config.STAGES)
+            S_q, S_r, dq, dr, W, across, A, B = start_states(
+                s, phase, S_q, S_r, dq, dr, W, across, shared, half, config
+            )
+            release_keys(of_before, (i == 0) & (n > 0), shared)
+            S_q, S_r, dq, dr, W = wait_for_states(0, S_q, S_r, dq, dr, W, A, B, config)
+            release_stage(s, shared)
     return S_q, S_r, dq, dr, W, across
 
 
 @gluon.jit
-def store_write_gradient(products, beta, r, tile, gmem, shared, params, half: gl.constexpr, config):
+def load_dots(tile, r, exists, gmem, params, config):
+    """Return the sum of the parts of dv . E of the steps r of a tile, (L), 0 where not `exists`."""
+    H = scheduler.rematerialize(params.H)
+    first = (tile.b.to(gl.int64) * params.T + tile.start) * H + tile.h
+    layout: gl.constexpr = r.type.layout
+    total = gl.zeros([config.L], gl.float32, layout)
+    for i in gl.static_range(config.DOTS):
+        at = gmem.dots + (i * gl.to_tensor(gmem.tokens).to(gl.int64) * H + first) + r * H
+        total += gl.load(at, mask=exists, other=0.0)
+    return total
+
+
+@gluon.jit
+def store_parts(found, part, count: gl.constexpr, tile, r, exists, gmem, params, config):
+    """Store `found`, (L), as a part of the gradient of beta, and 0 as the `count` - 1 parts after it."""
+    H = scheduler.rematerialize(params.H)
+    first = (tile.b.to(gl.int64) * params.T + tile.start) * H + tile.h
+    to = gmem.dbeta + first * config.PARTS + (r * (H * config.PARTS) + part)
+    gl.store(to, found, mask=exists & (part < config.PARTS))
+    for i in gl.static_range(1, count):
+        gl.store(to + i, found * 0.0, mask=exists & (part + i < config.PARTS))
+
+
+@gluon.jit
+def store_write_gradient(products, s, tile, gmem, shared, params, half: gl.constexpr, config):
     """Store what the consumer adds to the gradient of beta: sums of k * W, (64, L), over its channels.
 
     Where beta is not near 0, it is dv . E / beta, which the first consumer of a head adds. The consumer's 64 channels
@@ -324,8 +461,7 @@ def store_write_gradient(products, beta, r, tile, gmem, shared, params, half: gl
 
     Args:
         products: k^T * W^T, (64, L).
-        beta: (L), in the layout of `r`.
-        r: The steps, (L).
+        s: Stage of the keys.
         tile: The tile.
         gmem: Tensors in global memory.
         shared: Shared memory.
@@ -334,24 +470,18 @@ def store_write_gradient(products, beta, r, tile, gmem, shared, params, half: gl
         config: Constants.
     """
     L: gl.constexpr = config.L
-    layout: gl.constexpr = r.type.layout
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    r = gl.arange(0, L, layout)
     sums = shared.sums.index(half)
     mma.store_partial_sums(products, sums, 0, L)
     found = sums.slice(0, L, 0).load(layout) + sums.slice(L, L, 0).load(layout)
     found += sums.slice(2 * L, L, 0).load(layout) + sums.slice(3 * L, L, 0).load(layout)
-    H = scheduler.rematerialize(params.H)
-    first = (tile.b.to(gl.int64) * params.T + tile.start) * H + tile.h
-    exists = r < tile.steps
     part = gl.program_id(1) * (CHANNELS // 32) + 2 * half
     if config.DOTS > 0:
-        by_errors = gl.zeros([L], gl.float32, layout)
-        for i in gl.static_range(config.DOTS):
-            at = gmem.dots + (i * gl.to_tensor(gmem.tokens).to(gl.int64) * H + first) + r * H
-            by_errors += gl.load(at, mask=exists & (part == 0), other=0.0)
+        beta = shared.beta.index(s).load(layout)
+        by_errors = load_dots(tile, r, (r < tile.steps) & (part == 0), gmem, params, config)
         found = gl.where(gl.abs(beta) > SMALLEST_BETA, by_errors / beta, found)
-    to = gmem.dbeta + first * config.PARTS + (r * (H * config.PARTS) + part)
-    gl.store(to, found, mask=exists & (part < config.PARTS))
-    gl.store(to + 1, found * 0.0, mask=exists & (part + 1 < config.PARTS))
+    store_parts(found, part, 2, tile, r, r < tile.steps, gmem, params, config)
 
 
 @gluon.jit
@@ -359,6 +489,54 @@ def reciprocal(x):
     """Return 1 / x up to 2^-23; it is computed where it is used and not kept."""
     asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clamp(x, lowest: gl.constexpr, highest: gl.constexpr):
+    """Return x between two bounds, each rounded to the dtype of x; NaN stays NaN."""
+    layout: gl.constexpr = x.type.layout
+    low = gl.zeros(x.shape, gl.float32, layout) + lowest
+    high = gl.zeros(x.shape, gl.float32, layout) + highest
+    if x.dtype == gl.float32:
+        asm: gl.constexpr = "{ .reg .f32 t; max.NaN.f32 t, $1, $2; min.NaN.f32 $0, t, $3; }"
+        return gl.inline_asm_elementwise(asm, "=f,f,f,f", [x, low, high], dtype=gl.float32, is_pure=True, pack=1)
+    elif x.dtype == gl.bfloat16:
+        pairs: gl.constexpr = "{ .reg .b32 t; max.NaN.bf16x2 t, $1, $2; min.NaN.bf16x2 $0, t, $3; }"
+        low, high = low.to(gl.bfloat16), high.to(gl.bfloat16)
+        return gl.inline_asm_elementwise(pairs, "=r,r,r,r", [x, low, high], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        halves: gl.constexpr = "{ .reg .b32 t; max.NaN.f16x2 t, $1, $2; min.NaN.f16x2 $0, t, $3; }"
+        low, high = low.to(gl.float16), high.to(gl.float16)
+        return gl.inline_asm_elementwise(halves, "=r,r,r,r", [x, low, high], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def close(x, gates):
+    """Return float32 values x in the dtype of the gates, 0 where a gate is not from LOWEST to HIGHEST; NaN is."""
+    if gates.dtype == gl.float32:
+        return gl.where((gates < LOWEST) | (gates > HIGHEST), 0.0, x)
+    elif gates.dtype == gl.bfloat16:
+        bounded = clamp(gates, LOWEST, HIGHEST)
+        pairs: gl.constexpr = "{ .reg .b32 t; set.equ.u32.bf16x2 t, $2, $3; and.b32 $0, $1, t; }"
+        x = x.to(gl.bfloat16)
+        return gl.inline_asm_elementwise(
+            pairs, "=r,r,r,r", [x, gates, bounded], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        bounded = clamp(gates, LOWEST_FLOAT16, HIGHEST)
+        halves: gl.constexpr = "{ .reg .b32 t; set.equ.u32.f16x2 t, $2, $3; and.b32 $0, $1, t; }"
+        x = x.to(gl.float16)
+        return gl.inline_asm_elementwise(
+            halves, "=r,r,r,r", [x, gates, bounded], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def split_left_operand(x, columns: gl.constexpr):
+    """Return float32 values x as left operands of two MMAs: cut off after the bits of bfloat16, and the rest."""
+    high = (x.to(gl.int32, bitcast=True) & -0x10000).to(gl.float32, bitcast=True)
+    low = (x - high).to(gl.bfloat16)
+    return mma.to_left_operand(high.to(gl.bfloat16), columns), mma.to_left_operand(low, columns)
 
 
 @gluon.jit
@@ -374,9 +552,8 @@ def compute_decays(g, shared, config):
     """
     L: gl.constexpr = config.L
     of_out: gl.constexpr = mma.accumulator_layout(L)
-    gates = load_transposed(g, L).to(gl.float32)  # (64, L)
-    gates = gl.where(gates < CLOSED_GATE, CLOSED_GATE, gates)
-    gates = gl.where(gates > HIGHEST, HIGHEST, gates)
+    clamped = clamp(load_transposed(g, L), CLOSED_GATE, HIGHEST)  # (64, L)
+    gates = clamped.to(gl.float32)
     step = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, of_out)), 0)  # (1, L)
     first = gl.exp2(gl.sum(gl.where(step < L // 2, gates, 0.0), 1) * LOG2E)  # (64)
     second = gl.exp2(gl.sum(gl.where(step < L // 2, 0.0, gates), 1) * LOG2E)
@@ -385,19 +562,28 @@ def compute_decays(g, shared, config):
         c = warpgroup_mma(A_low, shared.from_middle, mma.issue_mma(A, shared.from_middle), is_async=True)
         c, A, A_low = warpgroup_mma_wait(0, deps=[c, A, A_low])
     else:
-        A = mma.to_left_operand(gates.to(g.dtype), L)
+        A = mma.to_left_operand(clamped, L)
         c = mma.issue_mma(A, shared.from_middle)
         c, A = warpgroup_mma_wait(0, deps=[c, A])
     return first, second, gl.exp2(c * LOG2E)
 
 
 @gluon.jit
-def process_tile(n, tile, gmem, shared, params, half: gl.constexpr, config):
+def load_tile(s, shared):
+    """Return the tile whose keys are in stage s."""
+    start = load_number(shared.tile.index(s * NUMBERS + START))
+    end = load_number(shared.tile.index(s * NUMBERS + END))
+    b = load_number(shared.tile.index(s * NUMBERS + ROW))
+    h = load_number(shared.tile.index(s * NUMBERS + HEAD))
+    return Tile(b=b, h=h, start=start, steps=end - start, end=end, index=0)
+
+
+@gluon.jit
+def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     """Process the program's tile n: everything in the module's docstring.
 
     Args:
         n: Number of the tile among those of the program.
-        tile: The tile.
         gmem: Tensors in global memory.
         shared: Shared memory.
         params: The numbers of the scheduler.
@@ -406,15 +592,10 @@ def process_tile(n, tile, gmem, shared, params, half: gl.constexpr, config):
     """
     L: gl.constexpr = config.L
     of_out: gl.constexpr = mma.accumulator_layout(L)
-    # beta, from global memory while the states are processed
-    r = gl.arange(0, L, gl.BlockedLayout([1], [32], [4], [0]))
-    beta_at = gmem.beta + (tile.b.to(gl.int64) * gmem.stride_b + tile.h.to(gl.int64) * gmem.stride_h)
-    beta_at += gl.to_tensor(tile.start).to(gl.int64) * gmem.stride_t
-    beta = gl.load(beta_at + r * gmem.stride_t, mask=r < tile.steps, other=0.0).to(gl.float32)  # (L)
     S_q, S_r, dq, dr, W, across = process_states(n, shared, half, config)
-    shared.beta.index(half).store(beta)
-    q, k, g = shared.q.index(half), shared.k.index(half), shared.g.index(half)
-    mbarrier.wait(shared.keys_full.index(0), n & 1)
+    s, phase = pipeline.stage_and_phase(n, config.KEY_STAGES)
+    q, k, g = shared.q.index(2 * s + half), shared.k.index(2 * s + half), shared.g.index(2 * s + half)
+    mbarrier.wait(shared.keys_full.index(s), phase)
     # (6) before (5), for the registers of S_q and S_r
     store_scores(S_q, S_r, n, gmem, shared, half, config)
     first, second, up = compute_decays(g, shared, config)
@@ -426,20 +607,20 @@ def process_tile(n, tile, gmem, shared, params, half: gl.constexpr, config):
     total += gl.sum(query * dq, 1)  # (64)
     mbarrier.wait(shared.ready, n & 1)
     # (8) W^T <- W^T + (q up)^T S_q + (k up)^T S_r
-    A, A_low = mma.split_left_operand(query, L, gl.bfloat16)
+    A, A_low = split_left_operand(query, L)
     W = add_split_products(W, A, A_low, shared.p.index(OF_QUERIES))
     W = warpgroup_mma(A, shared.p.index(LOW), W, is_async=True)
     if config.CORRECT:
         dr *= gl.expand_dims(-first, 1)
         read = load_transposed(k, L).to(gl.float32) * up
         total += gl.sum(read * dr, 1)
-        B, B_low = mma.split_left_operand(read, L, gl.bfloat16)
+        B, B_low = split_left_operand(read, L)
         W = add_split_products(W, B, B_low, shared.p.index(OF_KEYS))
         A, A_low = warpgroup_mma_wait(2, deps=[A, A_low])
     # (9) dq^T <- dq^T + (k beta down)^T S_q^T, and dr^T by S_r
-    b = gl.expand_dims(shared.beta.index(half).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
+    b = gl.expand_dims(shared.beta.index(s).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
     write = load_transposed(k, L).to(gl.float32) * b * reciprocal(up)
-    D, D_low = mma.split_left_operand(write, L, gl.bfloat16)
+    D, D_low = split_left_operand(write, L)
     if config.CORRECT:
         W, B, B_low = warpgroup_mma_wait(0, deps=[W, B, B_low])
     else:
@@ -451,51 +632,60 @@ def process_tile(n, tile, gmem, shared, params, half: gl.constexpr, config):
     # (10)
     W *= reciprocal(up)
     k_t = load_transposed(k, L).to(gl.float32)
-    if config.BETA:
-        store_write_gradient(k_t * W, beta, r, tile, gmem, shared, params, half, config)
-    dk = W * b
     if config.CORRECT:
-        dq, dr, D, D_low = warpgroup_mma_wait(0, deps=[dq, dr, D, D_low])
+        dq = warpgroup_mma_wait(2, deps=[dq])  # those of dr are underway
     else:
         dq, D, D_low = warpgroup_mma_wait(0, deps=[dq, D, D_low])
     dq *= up
-    # (11)
-    change = k_t * dk - load_transposed(q, L).to(gl.float32) * dq
+    change = k_t * (W * b) - load_transposed(q, L).to(gl.float32) * dq
+    store_transposed(dq, q, L)
+    if config.CORRECT:
+        dr, D, D_low = warpgroup_mma_wait(0, deps=[dr, D, D_low])
+    if config.BETA:
+        if config.DOTS == 0:  # noqa: SIM114  it is known when the kernel is compiled
+            store_write_gradient(k_t * W, s, load_tile(s, shared), gmem, shared, params, half, config)
+        elif load_number(shared.tile.index(s * NUMBERS + TINY)) != 0:
+            store_write_gradient(k_t * W, s, load_tile(s, shared), gmem, shared, params, half, config)
+    dk = W * b
     if config.CORRECT:
         dr *= up
         change -= k_t * dr
         dk += dr
-    store_transposed(dq, q, L)
     store_transposed(dk, k, L)
-    A, A_low = mma.split_left_operand(change, L, gl.bfloat16)
+    # (11)
+    A, A_low = split_left_operand(change, L)
     dg = gl.zeros([64, L], gl.float32, of_out) + gl.expand_dims(total, 1)
     dg = add_split_products(dg, A, A_low, shared.before)
-    gates = load_transposed(g, L).to(gl.float32)
-    dg, A, A_low = warpgroup_mma_wait(0, deps=[dg, A, A_low])
-    store_transposed(gl.where((gates < LOWEST) | (gates > HIGHEST), 0.0, dg), g, L)
-    fence_async_shared()
+    gates = load_transposed(g, L)
+    tile = load_tile(s, shared)
     column = gl.program_id(1) * CHANNELS + half * 64
     at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, column, tile.end, params)
+    fence_async_shared()
     pipeline.async_store(gmem.dq, at, q)
     pipeline.async_store(gmem.dk, at, k)
+    dg, A, A_low = warpgroup_mma_wait(0, deps=[dg, A, A_low])
+    store_transposed(close(dg, gates), g, L)
+    fence_async_shared()
     pipeline.async_store(gmem.dg, at, g)
 
 
 @gluon.jit
-def run_consumer(half: gl.constexpr, gmem, tiles, shared, params, config):
+def wait_for_tile(n, shared, config):
+    """Wait for the first columns of the program's tile n, and return 0 if there is no such tile."""
+    s, phase = pipeline.stage_and_phase(n * config.CHUNKS, config.STAGES)
+    mbarrier.wait(shared.full.index(s), phase)
+    return load_number(shared.more.index(s))
+
+
+@gluon.jit
+def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all tiles of the program."""
-    L: gl.constexpr = config.L
     n = gl.to_tensor(0)
-    index = gl.program_id(0)
-    taken = load_taken(index, tiles, params, L)
-    while index < params.num_work_tiles:
-        following = scheduler.next_work_tile(index)
-        taken_next = load_taken(following, tiles, params, L)  # long before it is used
-        if taken != 0:
-            process_tile(n, locate(index, tiles, params, L), gmem, shared, params, half, config)
-            n += 1
-        index = following
-        taken = taken_next
+    more = wait_for_tile(n, shared, config)
+    while more != 0:
+        process_tile(n, gmem, shared, params, half, config)
+        n += 1
+        more = wait_for_tile(n, shared, config)
     tma.store_wait(0)
 
 
@@ -505,8 +695,8 @@ def run_consumer(half: gl.constexpr, gmem, tiles, shared, params, config):
 def channel_gradients_kernel(
     Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, leveled, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
-    L: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, PARTS: gl.constexpr, DOTS: gl.constexpr,
-    CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
+    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, KEY_STAGES: gl.constexpr,
+    PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of tiles that need no levels. The grid is (programs, dqk / CHANNELS).
 
@@ -541,7 +731,10 @@ def channel_gradients_kernel(
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=L, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None
         ),
-        Config(L=L, STAGES=STAGES, CHUNKS=CHUNKS, PARTS=PARTS, DOTS=DOTS, CORRECT=CORRECT, BETA=BETA),
+        Config(
+            L=L, COLUMNS=COLUMNS, STAGES=STAGES, CHUNKS=CHUNKS, KEY_STAGES=KEY_STAGES, PARTS=PARTS, DOTS=DOTS,
+            CORRECT=CORRECT, BETA=BETA,
+        ),
     )  # fmt: skip
 
 
@@ -564,48 +757,48 @@ def partitions(keys, values, group_size, gmem, tiles, params, config):
     E, DO, DV, states, cotangents = values
     L: gl.constexpr = config.L
     full, empty = pipeline.allocate_full_empty(config.STAGES, 1, 2)
-    keys_full, keys_empty = pipeline.allocate_full_empty(1, 1, 2)
+    keys_full, keys_empty = pipeline.allocate_full_empty(config.KEY_STAGES, 1, 2)
     shared = SharedStorage(
         e=pipeline.allocate_tiles(E, config.STAGES),
         do=pipeline.allocate_tiles(DO, config.STAGES),
         dv=pipeline.allocate_tiles(DV, config.STAGES) if config.CORRECT else None,
         states=pipeline.allocate_tiles(states, 2 * config.STAGES),
         cotangents=pipeline.allocate_tiles(cotangents, 2 * config.STAGES),
+        more=pipeline.allocate_vectors(gl.int32, config.STAGES, 1),
         full=full,
         empty=empty,
-        q=pipeline.allocate_tiles(Q, 2),
-        k=pipeline.allocate_tiles(K, 2),
-        g=pipeline.allocate_tiles(G, 2),
+        q=pipeline.allocate_tiles(Q, 2 * config.KEY_STAGES),
+        k=pipeline.allocate_tiles(K, 2 * config.KEY_STAGES),
+        g=pipeline.allocate_tiles(G, 2 * config.KEY_STAGES),
+        beta=pipeline.allocate_vectors(gl.float32, config.KEY_STAGES, L),
+        tile=pipeline.allocate_vectors(gl.int32, config.KEY_STAGES * NUMBERS, 1),
         keys_full=keys_full,
         keys_empty=keys_empty,
         p=pipeline.allocate_operands(gl.bfloat16, 3 if config.CORRECT else 2, L, L),
         ready=pipeline.allocate_barrier(2),
         from_middle=pipeline.allocate_operands(Q.dtype, 1, L, L).index(0),
         before=pipeline.allocate_operands(gl.bfloat16, 1, L, L).index(0),
-        beta=pipeline.allocate_vectors(gl.float32, 2, L),
         sums=pipeline.allocate_vectors(gl.float32, 2, 4 * L),
     )
     store_constants(shared, L)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (run_consumer, (0, gmem, tiles, shared, params, config)),
-            (run_consumer, (1, gmem, tiles, shared, params, config)),
+            (run_consumer, (0, gmem, shared, params, config)),
+            (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (E, DO, DV, states, cotangents, tiles, shared, params, config)),
-            (run_key_warp, (Q, K, G, tiles, shared, params, group_size, config)),
+            (run_key_warp, (Q, K, G, gmem, tiles, shared, params, group_size, config)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS_MAX, PRODUCER_REGISTERS_MIN, PRODUCER_REGISTERS_MIN],
     )
 
 
-def _state_descriptor(ctx: "ChannelContext", states: Tensor) -> Any:
-    """Return the TMA descriptor of states, (H, tiles, dhv, dqk), in tiles (COLUMNS, 64)."""
+def _state_descriptor(ctx: "ChannelContext", states: Tensor, columns: int) -> Any:
+    """Return the TMA descriptor of states, (H, tiles, dhv, dqk), in tiles (columns, 64)."""
     _, _, V, K = states.shape
     layout = gl.NVMMASharedLayout(128, 16, 3)
-    descriptor = TensorDescriptor(
-        states, [states.numel() // (V * K), V, K], [V * K, K, 1], [1, COLUMNS.value, 64], layout
-    )
+    descriptor = TensorDescriptor(states, [states.numel() // (V * K), V, K], [V * K, K, 1], [1, columns, 64], layout)
     return ctx.base.do(host.descriptor_factory(descriptor), states)
 
 
@@ -634,16 +827,19 @@ def launch(
     blocks = ceil_div(base.K, CHANNELS.value)
     count = base.tiles * base.H
     programs = host.balanced_programs(count, max(1, host.processors(x.q.device) // blocks))
-    columns = COLUMNS.value
-    room = not ctx.spec.correct and ctx.log_f.element_size() == 2  # in shared memory, for a third stage
+    short = ctx.log_f.element_size() == 2  # else shared memory has no room for a second tile's keys
+    columns, stages = 32, 4 - ctx.spec.correct
+    # The last columns of a tile come when both consumers have left its first ones, and so the scores of the one before.
+    key_stages = 2 if short and ceil_div(base.V, columns) > stages else 1
     base.launch(channel_gradients_kernel, (programs, blocks),
         host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, ctx.log_f, 64),
         host.descriptor(base, E, columns), host.descriptor(base, dh, columns), host.descriptor(base, dv, columns),
-        _state_descriptor(ctx, states), _state_descriptor(ctx, cotangents), host.descriptor(base, grads.q, 64),
-        host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64), leveled, ctx.beta,
-        grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H, base.group, count,
-        base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, L=base.L, STAGES=3 if room else 2,
-        CHUNKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
+        _state_descriptor(ctx, states, columns), _state_descriptor(ctx, cotangents, columns),
+        host.descriptor(base, grads.q, 64), host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64),
+        leveled, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H,
+        base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, L=base.L, COLUMNS=columns,
+        STAGES=stages, KEY_STAGES=key_stages, CHUNKS=ceil_div(base.V, columns),
+        PARTS=grads.beta.numel() // (base.B * base.T * base.H),
         DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,
         IS_VARLEN=base.packed, num_warps=4,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def make_descriptor(x: Tensor, L: int, width: int, packed: bool) -> TensorDescri
     else:
         shape, strides = [B, H, T, d], [b, h, t, 1]
     block = [*[1] * (len(shape) - 2), L, width]
-    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), len(shape))
+    layout = gl.NVMMASharedLayout(min(128, width * x.element_size()), 8 * x.element_size(), len(shape))
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
