@@ -1,6 +1,6 @@
 """Matrix products for operands whose rounding would cost more than that of inputs and outputs.
 
-docs/tuning-log.md has what each rounding of the delta rule costs. These are the means, from the cheapest on:
+docs/tuning-log-delta.md has what each rounding of the delta rule costs. These are the means, from the cheapest on:
 
     nearest_tf32        MMAs cut an operand off to the bits of tf32; rounded before, it has half of the error, no bias
     scaled_product      float16 has 3 more bits than bfloat16, and the range where each row is scaled by its maximum
