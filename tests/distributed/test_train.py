@@ -139,6 +139,13 @@ def test_the_command_names_the_sizes_of_a_run_that_do_not_fit(runs: Path, capsys
     assert main([*run, "--parallel.cp", "1", "--parallel.tp=1"]) == 0
 
 
+ALL_OPTIONS = Parallel(
+    dp_shard=4, gather_dtype="bfloat16", reduce_dtype="bfloat16", reshard_after_forward=False, blocks_per_gather=2,
+    prefetch=1, reduce_each_pass=False,
+)  # fmt: skip
+UNSHARDED = Parallel(reshard_after_forward=True, blocks_per_gather=1)
+
+
 @pytest.mark.parametrize(
     ("layout", "processes", "given", "expected"),
     [
@@ -150,6 +157,15 @@ def test_the_command_names_the_sizes_of_a_run_that_do_not_fit(runs: Path, capsys
         (Parallel(tp=2), 3, {"tp"}, "parallel: got tp 2, expected a divisor of 3, the number of processes$"),
         (Parallel(dp_shard=2, dp_replicate=2), 3, set(), "got dp_replicate 2, expected .*: --parallel.dp-replicate 1$"),
         (Parallel(dp_shard=2, cp=2), 2, {"dp_shard"}, "got dp_shard 2 x cp 2, expected a product .*: --parallel.cp 1$"),
+        (Parallel(cp=2, cp_order="zigzag"), 1, {"cp"}, "parallel: got cp 2"),
+        (Parallel(cp_order="zigzag"), 1, {"cp"}, Parallel()),
+        (Parallel(cp_order="zigzag"), 1, {"cp", "cp_order"}, Parallel(cp_order="zigzag")),
+        (Parallel(cp=2, cp_order="zigzag"), 4, set(), Parallel(cp=2, cp_order="zigzag")),
+        (ALL_OPTIONS, 1, set(), Parallel()),
+        (ALL_OPTIONS, 1, {"prefetch"}, Parallel(prefetch=1)),
+        (ALL_OPTIONS, 2, set(), replace(ALL_OPTIONS, dp_shard=None)),
+        (replace(ALL_OPTIONS, dp_shard=None, tp=2), 2, set(), Parallel(tp=2)),
+        (UNSHARDED, 1, set(), UNSHARDED),
     ],
 )
 def test_layouts_of_runs_that_continue(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tfla._util.errors import UserError
-from tfla.train.config import Data, Model, Optim, TrainConfig, differences, from_json, to_json
+from tfla.train.config import Data, Model, Optim, Parallel, TrainConfig, differences, from_json, to_json
 from tfla.train.run_folder import check_changes, open_run, read_run_config, write_run_config
 
 FULL = TrainConfig(
@@ -75,6 +75,12 @@ def test_a_run_keeps_its_config(tiny, capsys):
     check_changes(config, dataclasses.replace(config, steps=100, keep_last=7), 8)
     with pytest.raises(UserError, match="steps: got 7, expected at least 8, which this run has done already"):
         check_changes(config, dataclasses.replace(config, steps=7), 8)
+    gathered = dataclasses.replace(config, parallel=Parallel(gather_dtype="bfloat16", reduce_dtype="bfloat16"))
+    with pytest.raises(
+        UserError, match=r"this run's parallel\.gather_dtype is bfloat16, not float32; parallel\.reduce"
+    ):
+        check_changes(gathered, config, 2)
+    check_changes(gathered, config, 2, sharing=False)  # nothing is gathered any more
     write_run_config(config, dataclasses.replace(config, keep_last=7))
     assert "keep_last: 7 from here on, 2 before" in capsys.readouterr().err
     assert read_run_config(run).keep_last == 7

@@ -29,10 +29,10 @@ def _with_values(args: Sequence[str]) -> list[str]:
     return found
 
 
-def _given_sizes(args: Sequence[str]) -> set[str]:
-    """Return the names of the sizes of the layout that are among the arguments."""
-    sizes = (re.match(r"--parallel\.(dp[-_]replicate|dp[-_]shard|cp|tp)(=|$)", word) for word in args)
-    return {size[1].replace("-", "_") for size in sizes if size is not None}
+def _given_layout(args: Sequence[str]) -> set[str]:
+    """Return the names of the options of the layout that are among the arguments."""
+    words = (re.match(r"--parallel\.(?:no[-_])?([a-z_-]+)(=|$)", word) for word in args)
+    return {word[1].replace("-", "_") for word in words if word is not None}
 
 
 def train(args: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def train(args: Sequence[str]) -> int:
     defaults = dataclasses.replace(defaults, run=given.run)
     config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=defaults)
     if saved is not None:
-        layout = config.parallel.resumed(number_of_processes(), _given_sizes(args))
+        layout = config.parallel.resumed(number_of_processes(), _given_layout(args))
         config = dataclasses.replace(config, parallel=layout)
     try:
         trained = train_run(config)

@@ -25,6 +25,12 @@ RESUMABLE_FIELDS = frozenset(
     | {f"parallel.{name}" for name in ("blocks_per_gather", "prefetch", "reduce_each_pass", "cp_order")}
 )
 
+# Options of the layout that have no meaning where no processes share sequences or their steps.
+OF_FSDP = (
+    "gather_dtype", "reduce_dtype", "reshard_after_forward", "blocks_per_gather", "prefetch", "reduce_each_pass",
+)  # fmt: skip
+UNSHARDED = {"reshard_after_forward": True, "blocks_per_gather": 1}  # changes nothing then; in configs of earlier runs
+
 C = TypeVar("C")
 
 
@@ -254,21 +260,21 @@ class Parallel:
     def resumed(self, processes: int, given: Collection[str]) -> Parallel:
         """Return this layout of a run for its continuation, perhaps on another number of processes.
 
-        Where it does not fit these, dp_shard is all that are left.
+        Where it does not fit these, dp_shard is all that are left. Options that have no meaning on them have their
+        defaults.
 
         Args:
             processes: the number of processes.
-            given: the sizes that are given now; the others are those of the run so far.
+            given: the options that are given now; the others are those of the run so far.
 
         Raises:
             UserError: another size does not fit. The message says by which option it is changed.
         """
         left = self if "dp_shard" in given else dataclasses.replace(self, dp_shard=None)
         with suppress(UserError):
-            self.sizes(processes)
-            return self
+            return self._with_meaning(self.sizes(processes), given)
         try:
-            left.sizes(processes)
+            return left._with_meaning(left.sizes(processes), given)
         except UserError as error:
             kept = [n for n in ("dp_replicate", "cp", "tp") if n not in given and getattr(self, n) != 1]
             if not kept:
@@ -276,7 +282,23 @@ class Parallel:
             so_far = " and ".join(f"{name} {getattr(self, name)}" for name in kept)
             options = " ".join(f"--parallel.{name.replace('_', '-')} 1" for name in kept)
             raise UserError(f"{error}; the run so far had {so_far}, to continue without: {options}") from error
-        return left
+
+    def without_meaning(self, sharing: int, cp: int) -> list[str]:
+        """Return the names of the options that are given but have no meaning.
+
+        Args:
+            sharing: the number of processes that share sequences or their steps.
+            cp: the number of processes that share the steps of each sequence.
+        """
+        names = ("cp_order",) * (cp == 1) + OF_FSDP * (sharing == 1)
+        default = Parallel()
+        harmless = {n: (getattr(default, n), UNSHARDED.get(n, getattr(default, n))) for n in names}
+        return [n for n in names if getattr(self, n) not in harmless[n]]
+
+    def _with_meaning(self, sizes: dict[str, int], given: Collection[str]) -> Parallel:
+        """Return this layout with the defaults of those options that have no meaning for its sizes."""
+        names = self.without_meaning(sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"], sizes["cp"])
+        return dataclasses.replace(self, **{n: getattr(Parallel(), n) for n in names if n not in given})
 
 
 @dataclass(frozen=True)

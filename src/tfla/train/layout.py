@@ -10,12 +10,11 @@ import torch
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.layers import wrap_forward
-from tfla.ops.context_parallel.cuts import CONTIGUOUS
 from tfla.train import gathers
 from tfla.train.config import Parallel, TrainConfig
 from tfla.train.ranks import Ranks
 
-UNSHARDED = {"reshard_after_forward": True, "blocks_per_gather": 1}  # options that change nothing without FSDP2
+NOTHING_SHARED = "where no processes share the sequences or their steps"
 
 
 def check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None:
@@ -26,23 +25,15 @@ def check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None:
             f"batch_size: got {config.batch_size} with accumulate {config.accumulate}, expected a multiple of "
             f"{config.accumulate * rows}, since {rows} processes share the sequences of a pass"
         )
-    if config.parallel.cp_order != CONTIGUOUS and steps == 1:
-        raise UserError(f"parallel.cp_order: got {config.parallel.cp_order}, expected {CONTIGUOUS} with parallel.cp 1")
     if config.context % ranks.steps.spans:
         times = "" if ranks.steps.spans == steps else f"{ranks.steps.spans // steps} x "
         raise UserError(
             f"context: got {config.context}, expected a multiple of {times}parallel.cp, {ranks.steps.spans}"
         )
-    for name in (
-        "gather_dtype", "reduce_dtype", "reshard_after_forward", "blocks_per_gather", "prefetch", "reduce_each_pass",
-    ):  # fmt: skip
+    for name in config.parallel.without_meaning(rows * steps, steps):
         given, default = getattr(config.parallel, name), getattr(Parallel(), name)
-        harmless = (default, UNSHARDED.get(name, default))  # the latter is in the config of earlier runs
-        if given not in harmless and rows * steps == 1:
-            raise UserError(
-                f"parallel.{name}: got {given}, expected {default} where no processes share the sequences or their "
-                "steps"
-            )
+        where = "with parallel.cp 1" if name == "cp_order" else NOTHING_SHARED
+        raise UserError(f"parallel.{name}: got {given}, expected {default} {where}")
     if config.parallel.gather_dtype != "float32" and not uses_bfloat16(config, ranks.device):
         raise UserError(
             f"parallel.gather_dtype: got {config.parallel.gather_dtype} with precision {config.precision} on "

@@ -35,7 +35,8 @@ def prepare_run(config: TrainConfig, run: Path, latest: Path | None, ranks: Rank
         UserError: an option does not fit; the folder is as it was.
     """
     old = read_run_config(run)
-    check_changes(old, config, None if latest is None else step_of(latest))
+    shared = ranks.rows[1] * ranks.steps.parts > 1
+    check_changes(old, config, None if latest is None else step_of(latest), sharing=shared)
     text_changed = old is not None and (old.data, old.init_from) != (config.data, config.init_from)
     reuse_tokens = (run / TOKENS_FOLDER).exists() and not text_changed
     if reuse_tokens:

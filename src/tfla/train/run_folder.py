@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from tfla._util.errors import UserError, notice, reason
 from tfla._util.files import remove_temporary, write_atomically
-from tfla.train.config import RESUMABLE_FIELDS, TrainConfig, differences, from_json, to_json
+from tfla.train.config import OF_FSDP, RESUMABLE_FIELDS, TrainConfig, differences, from_json, to_json
 
 CONFIG_FILE = "config.json"
 TOKENS_FOLDER = "tokens"
@@ -75,13 +75,14 @@ def read_run_config(directory: Path) -> TrainConfig | None:
         raise UserError(f"{path}: cannot be read: {reason(error)}") from error
 
 
-def check_changes(old: TrainConfig | None, new: TrainConfig, step: int | None) -> None:
+def check_changes(old: TrainConfig | None, new: TrainConfig, step: int | None, *, sharing: bool = True) -> None:
     """Compare the configuration of a run with the one that it was started with.
 
     Args:
         old: the configuration that it was started with; None if the run is new.
         new: the configuration of this start.
         step: the step of its newest checkpoint. Without a checkpoint every option may change.
+        sharing: processes share the sequences or their steps. Options of their gathers mean nothing without.
 
     Raises:
         UserError: the new configuration could not have led to the checkpoint; the message names the options.
@@ -91,7 +92,7 @@ def check_changes(old: TrainConfig | None, new: TrainConfig, step: int | None) -
     fixed = [
         f"{n} is {a}, not {b}"
         for n, (a, b) in differences(old, new).items()
-        if n not in RESUMABLE_FIELDS and n != "steps"
+        if n not in RESUMABLE_FIELDS and n != "steps" and (sharing or n.removeprefix("parallel.") not in OF_FSDP)
     ]
     if fixed:
         raise UserError(f"{new.run}: this run's {'; '.join(fixed)}. Take another --run, or the run's own values")
