@@ -15,6 +15,9 @@ from torch import Tensor
 
 import tfla
 from tfla.distributed import ContextParallel
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.ops.context_parallel import parts
+from tfla.ops.context_parallel.cuts import Placement
 
 
 def _operators(T: int) -> dict[str, Callable[..., Tensor]]:
@@ -130,3 +133,106 @@ def test_dense_parts_of_zigzag_may_differ(pool: Pool) -> None:
     first, second = pool.run(2, _dense_zigzag)
     whole = _operators(6)["mlstm"]()
     torch.testing.assert_close(torch.cat([first[:, :1], second, first[:, 1:]], 1), whole)
+
+
+def _refusals(group: dist.ProcessGroup, *, operator: str, case: str, compiled: bool = False) -> str:
+    """Return the message of the exception of this process; the arguments of the first one differ from the others'."""
+    first, T = dist.get_rank(group) == 0, 6
+    call = _operators(T)[operator]
+    options: dict[str, Any] = {"context_parallel": group}
+    if case == "state":
+        options["initial_state"] = tfla.State(torch.zeros(2, 2, 4, 4, dtype=torch.float64))
+        options["cu_seqlens"] = torch.tensor((0, 4, 6, 12) if first else (0, 4, 12))
+    elif case == "offsets":
+        options["cu_seqlens"] = torch.tensor([0.0, 12.0] if first else [0, 12])
+    elif case == "chunk":
+        options["chunk_size"] = True if first else 4
+    elif case == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 5, 12]) if first else None
+    elif case == "order":
+        options["context_parallel"] = ContextParallel(group, order="zigzag") if first else group
+    elif case == "lengths":
+        options["context_parallel"] = ContextParallel(group, lengths=(6, 6)) if first else group
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    with pytest.raises((ValueError, TypeError)) as refused:
+        run(**options)
+    return str(refused.value)
+
+
+OF_ANOTHER = (
+    "context_parallel: got arguments that process 0 of 2 refuses, with an error that names them, expected valid ones "
+    "on each"
+)
+
+
+@pytest.mark.parametrize("operator", ["linear_attention", "delta_rule"])
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("state", "initial_state"), ("offsets", "cu_seqlens: got torch.float"), ("chunk", "chunk_size: got ")],
+)
+def test_arguments_that_one_process_refuses(pool: Pool, operator: str, case: str, message: str) -> None:
+    """Those of the other are valid, also with dense parts, which fit together whatever they are."""
+    first, second = pool.run(2, _refusals, operator=operator, case=case)
+    assert message in first
+    assert second == OF_ANOTHER
+
+
+@pytest.mark.parametrize("operator", ["mlstm", "delta_product"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("packed", r"cu_seqlens: got offsets that differ among the 2 processes of .* \(3 up to 12, none\), expected"),
+        ("order", r"context_parallel: got orders or lengths that differ among its 2 processes, here order='"),
+        ("lengths", r"context_parallel: got orders or lengths that differ among its 2 processes, here order='"),
+    ],
+)
+def test_layouts_of_which_one_process_has_another(
+    pool: Pool, operator: str, compiled: bool, case: str, message: str
+) -> None:
+    for found in pool.run(2, _refusals, operator=operator, case=case, compiled=compiled):
+        assert re.match(message, found), found
+
+
+def _layer(group: dist.ProcessGroup, *, name: str) -> str:
+    """Return the message of a layer that gets offsets on one process alone."""
+    config = ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=8, mixer=name)  # type: ignore[arg-type]
+    layer: Any = LanguageModel(config).blocks[0].mixer
+    layer.context_parallel = group
+    with pytest.raises(ValueError) as refused:
+        layer(torch.zeros(1, 6, 16), cu_seqlens=None if dist.get_rank(group) else torch.tensor([0, 5, 12]))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["mlstm_exp", "gated_delta_net", "attention"])
+def test_layers_of_which_one_process_has_offsets(pool: Pool, name: str) -> None:
+    for message in pool.run(2, _layer, name=name):
+        assert re.match(r"cu_seqlens: got offsets that differ .* \(3 up to 12, none\)", message), message
+
+
+def test_compiled_writes_are_counted_in_steps(pool: Pool) -> None:
+    given = {"operator": "delta_product", "offsets": ((0, 3, 10),), "options": {}, "compiled": True}
+    for message in pool.run(2, _refusal, parts=(4, 6), **given):
+        assert re.match(r"q: got 4, 6 steps on the 2 processes .*, here \(4, 6\)$", message), message
+    given |= {"offsets": (None,), "options": {"lengths": (4, 5)}}
+    for message in pool.run(2, _refusal, parts=(4, 6), **given):
+        assert re.match(r"q: got 4, 6 steps on the 2 processes .*, expected 4, 5, by its lengths \(4, 5\)$", message)
+
+
+def test_gpus_exchange_at_the_first_call_and_the_first_with_parts_that_must_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A meta tensor stands for one on a GPU, and another process that tells the same as this one."""
+    gathers: list[bool] = []
+
+    def gather(numbers: Tensor, group: str, size: int) -> Tensor:
+        gathers.append(numbers.is_meta)
+        same = [0, 6, parts._layout(placement), *parts._fingerprint(offsets)]
+        return torch.tensor([[same]] * size)
+
+    monkeypatch.setattr(parts, "gather", gather)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    placement, x = Placement(0, 2, "contiguous", ()), torch.empty(1, 6, 2, 4, device="meta")
+    for offsets, exchanges in ((None, 1), (None, 1), (torch.tensor([0, 12]), 2), (torch.tensor([0, 12]), 2), (None, 2)):
+        parts.check_parts(placement, "a group of two", x, offsets)
+        assert gathers == [True] * exchanges

@@ -30,20 +30,21 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     return found
 
 
-def check_parts(group: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+def check_parts(group: Any, x: Tensor, cu_seqlens: Tensor | None = None, *, equal: bool = True) -> None:
     """Run :func:`tfla.ops.context_parallel.parts.check_parts` on x (B, T, ...), but not under torch.compile.
 
     Args:
         group: the argument `context_parallel` of :func:`tfla.mlstm`. Without lengths all parts are equal.
         x: (B, T, ...), this process's part.
         cu_seqlens: the offsets of packed sequences.
+        equal: whether dense parts have to be equal too.
 
     Raises:
         ValueError: a process has another number of steps or other offsets. All processes raise it.
     """
     placement, name = context_parallel_of(group)
     if not torch.compiler.is_compiling() and not needs_dispatcher((x, cu_seqlens)):
-        parts.check_parts(placement, name, x, cu_seqlens, name="x", equal=True)
+        parts.check_parts(placement, name, x, cu_seqlens, name="x", equal=equal)
 
 
 class SharedSteps:

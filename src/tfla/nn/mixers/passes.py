@@ -88,8 +88,8 @@ class SequencePass(Pass):
         states_every: StatesEvery | None = None,
     ) -> None:
         group = None if is_empty_batch(x, cu_seqlens) else mixer.context_parallel
-        if group is not None and cu_seqlens is not None:
-            check_parts(group, x, cu_seqlens)
+        if group is not None:
+            check_parts(group, x, cu_seqlens, equal=cu_seqlens is not None)
         self.part = None if group is None else ContextPart(group, x.shape[1])
         self.sequences: Documents | None = None  # where processes share the steps, those of states
         if self.part is not None and cu_seqlens is not None:

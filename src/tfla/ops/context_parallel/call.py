@@ -14,7 +14,7 @@ from tfla.ops import checks
 from tfla.ops.context_parallel.cuts import Cut, Placement
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.local import Call, Shape
-from tfla.ops.context_parallel.parts import check_parts
+from tfla.ops.context_parallel.parts import check_parts, tell_refusal
 from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_of
 from tfla.ops.dispatch import Request, backend_inputs, call_signature, check, choose, spec_of, with_log_gates
 from tfla.ops.gates import clamp
@@ -67,6 +67,31 @@ def _signature(request: Request, placement: Placement, group: str) -> Hashable:
     return placement, group, signature, lengths.dtype, tuple(lengths.tolist())
 
 
+def _checked(request: Request, placement: Placement, group: str) -> tuple[Hashable, _Plan | None, Inputs]:
+    """Return the signature of a call, its plan if it has one, and its inputs; without a plan they are checked first.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`attend_part`.
+    """
+    checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
+    cu_seqlens = request.lengths
+    signature = _signature(request, placement, group)
+    # A traced call does not read the plans: it would be traced again for each new one.
+    found = None if signature is None else _PLANS.get(signature)
+    if found is not None:
+        return signature, found, backend_inputs(request, found.convert)
+    x = check(request._replace(lengths=None, state=None))
+    check_no_transforms()
+    if cu_seqlens is not None:
+        check_global_offsets(cu_seqlens, request.q)
+    if request.state is not None:
+        sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        checks.check_state(request.state, sequences, request.q, request.v, request.normalize, "initial_state")
+        C, n, m = request.state
+        x = x._replace(C=C, n=n, m=None if m is None else clamp(m))
+    return signature, None, x
+
+
 def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Tensor, State]:
     """Compute the operator on this process's part of the sequence.
 
@@ -78,26 +103,21 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
         ValueError, TypeError: an argument is invalid.
         NotImplementedError: a transform of torch.func or forward-mode AD is active.
     """
-    checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
     placement, group = context_parallel_of(context_parallel)
     cu_seqlens = request.lengths
-    signature = _signature(request, placement, group)
-    # A traced call does not read the plans: it would be traced again for each new one.
-    found = None if signature is None else _PLANS.get(signature)
+    if torch.compiler.is_compiling():
+        signature, found, x = _checked(request, placement, group)
+    else:
+        try:
+            signature, found, x = _checked(request, placement, group)
+        except Exception:
+            tell_refusal(placement, group, request[:5], cu_seqlens)
+            raise
     if found is not None:
-        x, call = backend_inputs(request, found.convert), found.call
+        call = found.call
         check_parts(placement, group, x.q, cu_seqlens)
         h, *final = attend_eagerly(_with_gates(x, request, BACKENDS[call.backend]), call)
         return _result(request, h, final)
-    x = check(request._replace(lengths=None, state=None))
-    check_no_transforms()
-    if cu_seqlens is not None:
-        check_global_offsets(cu_seqlens, request.q)
-    if request.state is not None:
-        sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        checks.check_state(request.state, sequences, request.q, request.v, request.normalize, "initial_state")
-        C, n, m = request.state
-        x = x._replace(C=C, n=n, m=None if m is None else clamp(m))
     x = x._replace(cu_seqlens=cu_seqlens)
     traced = needs_dispatcher(x)
     cut: Cut | None = None

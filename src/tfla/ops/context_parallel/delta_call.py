@@ -13,7 +13,7 @@ from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_tr
 from tfla.ops.context_parallel.delta_states import PER_STEP
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.local import DeltaCall, Shape
-from tfla.ops.context_parallel.parts import check_parts
+from tfla.ops.context_parallel.parts import check_parts, tell_refusal
 from tfla.ops.context_parallel.registration import cut_of
 from tfla.ops.delta_dispatch import DeltaRequest, activated_inputs, check, choose, spec_of
 from tfla.ops.state import State
@@ -43,6 +43,24 @@ def _check_steps(placement: Placement, T: int, cu_seqlens: Tensor | None, traced
         placement.own_lengths(T)
 
 
+def _checked(request: DeltaRequest) -> DeltaInputs:
+    """Return the inputs of a call without offsets, after the checks of all its arguments.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`delta_part`.
+    """
+    checks.check_chunk_size(request.chunk_size)
+    x, cu_seqlens = check(request._replace(cu_seqlens=None, state=None)), request.cu_seqlens
+    check_no_transforms()
+    if cu_seqlens is not None:
+        check_global_offsets(cu_seqlens, request.q)
+    if request.state is None:
+        return x
+    sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    checks.check_state(request.state, sequences, request.q, request.v, False, "initial_state")
+    return x._replace(C=request.state.C)
+
+
 def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1) -> Tensor | tuple[Tensor, State]:
     """Compute the delta rule on this process's part of the sequence.
 
@@ -57,16 +75,16 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
         NotImplementedError: a transform of torch.func or forward-mode AD is active.
     """
     placement, group = context_parallel_of(context_parallel, writes)
-    x, cu_seqlens = check(request._replace(cu_seqlens=None, state=None)), request.cu_seqlens
-    check_no_transforms()
-    if cu_seqlens is not None:
-        check_global_offsets(cu_seqlens, request.q)
-    if request.state is not None:
-        sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        checks.check_state(request.state, sequences, request.q, request.v, False, "initial_state")
-        x = x._replace(C=request.state.C)
+    of_steps, cu_seqlens = context_parallel_of(context_parallel)[0], request.cu_seqlens
+    if torch.compiler.is_compiling():
+        x = _checked(request)
+    else:
+        try:
+            x = _checked(request)
+        except Exception:
+            tell_refusal(of_steps, group, request[:PER_STEP], cu_seqlens)
+            raise
     traced = needs_dispatcher((*x[:-1], cu_seqlens))
-    of_steps = context_parallel_of(context_parallel)[0]
     if not traced:
         check_parts(of_steps, group, x.q, cu_seqlens, writes=writes)
     if writes > 1:
@@ -81,7 +99,7 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
     spec = spec_of(request, x, backend, kernel, chunk_size)
     x = (x if backend.takes_activations else activated_inputs(x, request))._replace(cu_seqlens=cu_seqlens)
     if cut is None:
-        h, C = delta_traced(x, spec, backend.name, placement, group)
+        h, C = delta_traced(x, spec, backend.name, placement, group, writes)
     else:
         h, C = delta_eagerly(x, DeltaCall(cut, placement, group, backend.name, spec, None))
     return (h, State(C)) if request.return_state else h

@@ -76,7 +76,7 @@ def delta_eagerly(x: DeltaInputs, call: DeltaCall) -> tuple[Tensor, ...]:
 # The registered operators. Their arguments are the inputs, what a backward reads besides, and the options.
 
 _INPUTS = ", ".join(argument(name, kind, {}) for name, kind in typing.get_type_hints(DeltaInputs).items())
-_PLACED = "str backend, int rank, int size, str order, SymInt[] lengths, str group"
+_PLACED = "str backend, int rank, int size, str order, SymInt[] lengths, str group, SymInt writes"
 _OPTIONS = ", ".join(
     [_PLACED, *(argument(name, kind, {}) for name, kind in typing.get_type_hints(DeltaSpec).items())]
 )  # fmt: skip
@@ -87,7 +87,7 @@ NUM_RESULTS = NUM_READ + len(Saved._fields)
 
 def _call(x: DeltaInputs, options: tuple[Any, ...], read: bool) -> DeltaCall:
     """Return the call of a list of options; ``read``: whether the offsets have values that can be read."""
-    backend, rank, size, order, lengths, group = options[:NUM_PLACED]
+    backend, rank, size, order, lengths, group, _ = options[:NUM_PLACED]
     placement = Placement(rank, size, order, tuple(lengths))
     cut, fragments = cut_as_traced(placement, x.q.shape[1], x.cu_seqlens, read)
     return DeltaCall(cut, placement, group, backend, DeltaSpec(*options[NUM_PLACED:]), fragments)
@@ -107,7 +107,8 @@ for _name, _further, _results in (
 @torch._disable_dynamo
 def _(*args: Any) -> tuple[Tensor, ...]:
     x = DeltaInputs(*args[:NUM_INPUTS])
-    check_placed(x, args[NUM_INPUTS : NUM_INPUTS + NUM_PLACED])
+    *placed, writes = args[NUM_INPUTS : NUM_INPUTS + NUM_PLACED]
+    check_placed(x, tuple(placed), writes)
     found = _forward(x, _call(x, args[NUM_INPUTS:], read=True))
     return distinct((found.h, found.C, *found.saved), x.q.new_empty(0, dtype=x.acc_dtype))
 
@@ -172,7 +173,9 @@ def _traced_backward(ctx: Any, dh: Tensor | None, dC: Tensor | None, *_: Tensor 
 torch.library.register_autograd("tfla::context_delta", _traced_backward, setup_context=_setup_context)
 
 
-def delta_traced(x: DeltaInputs, spec: DeltaSpec, backend: str, placement: Placement, group: str) -> tuple[Tensor, ...]:
-    """Return h and the final states of a call that PyTorch's dispatcher has to see."""
-    found: tuple[Tensor, ...] = torch.ops.tfla.context_delta(*x, backend, *placement, group, *spec)
+def delta_traced(
+    x: DeltaInputs, spec: DeltaSpec, backend: str, placement: Placement, group: str, writes: int = 1
+) -> tuple[Tensor, ...]:
+    """Return h and the final states of a call that PyTorch's dispatcher has to see; ``writes`` are those of a step."""
+    found: tuple[Tensor, ...] = torch.ops.tfla.context_delta(*x, backend, *placement, group, writes, *spec)
     return found[:NUM_READ]

@@ -105,10 +105,17 @@ def _call(x: Inputs, options: tuple[Any, ...], read: bool) -> Call:
     return Call(cut, placement, group, backend, spec, fragments)
 
 
-def check_placed(x: Inputs | DeltaInputs, placed: tuple[Any, ...]) -> None:
-    """Check the parts of a traced call when it runs, from the options that say where it runs."""
+def check_placed(x: Inputs | DeltaInputs, placed: tuple[Any, ...], writes: int = 1) -> None:
+    """Check the parts of a traced call when it runs, from the options that say where it runs.
+
+    Args:
+        x: the inputs.
+        placed: the options; their lengths count writes.
+        writes: how many steps of x are one step for the caller.
+    """
     _, rank, size, order, lengths, group = placed
-    check_parts(Placement(rank, size, order, tuple(lengths)), group, x.q, x.cu_seqlens)
+    of_steps = Placement(rank, size, order, tuple(n // writes for n in lengths))
+    check_parts(of_steps, group, x.q, x.cu_seqlens, writes=writes)
 
 
 def distinct(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
