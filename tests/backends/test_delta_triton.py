@@ -141,6 +141,19 @@ def test_closed_gates_by_channel(model: str, gates: str) -> None:
     assert all(e <= TOLERANCE[p.x.q.dtype] for e in errors.values()), errors
 
 
+@pytest.mark.parametrize("model", ["comba", "before"])
+def test_first_gate_of_a_tile_is_closed(model: str) -> None:
+    """The first step of a tile reads the state before its decay, which may be 0 where no other gate closes."""
+    p = delta_problem(model, gates="long", T=70, B=1, H=1, Hq=1, K=20, V=16, dtype=torch.float32)
+    assert p.x.log_f is not None
+    p.x.log_f[:, [0, 64]] = -float("inf")
+    if not INTERPRETED:
+        p = p.to(torch.bfloat16)
+    exact = truth(p)
+    errors = {name: error(x, exact[name]) for name, x in solve(p).items()}
+    assert all(e <= TOLERANCE[p.x.q.dtype] for e in errors.values()), errors
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model", ["gdn", "kda"])
 def test_gates_above_0_leave_no_nan(model: str, dtype: torch.dtype) -> None:

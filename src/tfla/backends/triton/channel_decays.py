@@ -83,12 +83,18 @@ def half_decays(g):
 
 @triton.jit
 def sums_from_middle(g, e, shift, PRECISION: tl.constexpr):
-    """Return c of the module docstring for the steps e, in blocks of 1 << shift steps."""
+    """Return c of the module docstring for the steps e, in blocks of 1 << shift steps, and 0 where e is -1."""
     i = e[:, None]
     j = tl.arange(0, g.shape[0])[None, :]
     middle = ((tl.maximum(i, 0) >> shift) << shift) + (((1 << shift) - 1) >> 1)
-    weights = tl.where((j > middle) & (j <= i), 1.0, tl.where((j <= middle) & (j > i), -1.0, 0.0))
+    weights = tl.where((j > middle) & (j <= i), 1.0, tl.where((j <= middle) & (j > i) & (i >= 0), -1.0, 0.0))
     return add_sums(tl.zeros_like(g), weights, g, PRECISION)
+
+
+@triton.jit
+def exponents_before(middle, g, e):
+    """Return c of the steps e = r - 1 from c of the steps r, and 0 for -1: its decay may be 0, and reads no write."""
+    return tl.where(e[:, None] < 0, 0.0, middle - g)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
+    exponents_before,
     half_decays,
     head_and_chunk,
     in_odd_block,
@@ -131,7 +132,7 @@ def decay_operands(
                     if LEVELED:
                         up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
                     else:
-                        up_r = tl.exp2(middle - g)
+                        up_r = tl.exp2(exponents_before(middle, g, e))
                 writes = tl.trans(nearest_tf32(k * down, PRECISION))
                 queries = nearest_tf32(q * up, PRECISION)
                 if LEVELED:
@@ -156,6 +157,8 @@ def decay_operands(
                     to_middle, from_middle = half_decays(g)
                     up *= to_middle[None, :]
                     up_r *= to_middle[None, :]
+                    if CORRECT and READ_BEFORE:
+                        up_r = tl.where(e[:, None] < 0, 1.0, up_r)
                     down *= from_middle[None, :]
                     decay = to_middle * from_middle
                 place = to * DK + c[None, :]
