@@ -92,12 +92,6 @@ def sums_from_middle(g, e, shift, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def exponents_before(middle, g, e):
-    """Return c of the steps e = r - 1 from c of the steps r, and 0 for -1: its decay may be 0, and reads no write."""
-    return tl.where(e[:, None] < 0, 0.0, middle - g)
-
-
-@triton.jit
 def block_exponents(g, e, BOUND: tl.constexpr, LEVELS: tl.constexpr, LEVELED: tl.constexpr, PRECISION: tl.constexpr):
     """Return c of the module docstring for the steps e, log2 of the steps of its blocks, and the largest |c|.
 

@@ -41,7 +41,6 @@ from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
-    exponents_before,
     half_decays,
     head_and_chunk,
     in_odd_block,
@@ -158,7 +157,7 @@ def channel_gradients(
                 if LEVELED:
                     up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
                 else:
-                    up_r = tl.exp2(exponents_before(middle, g, e))
+                    up_r = tl.exp2(middle - g)
             if LEVELED:
                 before = decay_to(g, r, SUMS)
                 before_r = before
@@ -170,8 +169,6 @@ def channel_gradients(
                 to_middle, from_middle = half_decays(g)
                 before = up * to_middle[None, :]
                 before_r = up_r * to_middle[None, :]
-                if CORRECT and READ_BEFORE:
-                    before_r = tl.where(e[:, None] < 0, 1.0, before_r)
                 after = down * from_middle[None, :]
                 across *= to_middle * from_middle
             # (3) What the tile reads of the state before it and writes to the one after it. The gradient of a step's

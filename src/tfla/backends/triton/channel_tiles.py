@@ -30,7 +30,6 @@ from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
-    exponents_before,
     half_decays,
     head_and_chunk,
     in_odd_block,
@@ -108,6 +107,8 @@ def decay_operands(
                 if READ_KEY:
                     read = tl.load(r_at, inside, 0.0)
                 middle, shift, top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+                if CORRECT and READ_BEFORE:  # the first step of the tile reads the state before it
+                    top = tl.maximum(top, tl.max(tl.abs(middle - g)))
                 worst = tl.maximum(worst, top)
                 # (1) S and M of pairs of steps in different blocks, level by level: odd blocks read, even ones write
                 for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
@@ -132,7 +133,7 @@ def decay_operands(
                     if LEVELED:
                         up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
                     else:
-                        up_r = tl.exp2(exponents_before(middle, g, e))
+                        up_r = tl.exp2(middle - g)
                 writes = tl.trans(nearest_tf32(k * down, PRECISION))
                 queries = nearest_tf32(q * up, PRECISION)
                 if LEVELED:
@@ -157,8 +158,6 @@ def decay_operands(
                     to_middle, from_middle = half_decays(g)
                     up *= to_middle[None, :]
                     up_r *= to_middle[None, :]
-                    if CORRECT and READ_BEFORE:
-                        up_r = tl.where(e[:, None] < 0, 1.0, up_r)
                     down *= from_middle[None, :]
                     decay = to_middle * from_middle
                 place = to * DK + c[None, :]
