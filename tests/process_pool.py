@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +38,8 @@ def _serve(backend: str, rank: int, count: int, port: int, pipe: Any) -> None:
         except EOFError:
             break
         try:
+            if "torch._dynamo" in sys.modules:  # what earlier calls compiled counts towards the limit of recompiles
+                torch.compiler.reset()
             found = getattr(importlib.import_module(module), name)(groups[size], **kwargs)
             pipe.send((True, found))
         except BaseException as error:
@@ -51,20 +54,28 @@ class RankError(Exception):
 class Pool:
     """Processes that wait for calls.
 
+    Those of a call that hangs are replaced, since their answers would come during later calls.
+
     Args:
         count: the number of processes; smaller groups have the first ones.
         backend: of torch.distributed, "gloo" or "nccl".
     """
 
     def __init__(self, count: int = 4, backend: str = "gloo") -> None:
+        self.count, self.backend, self.timeout = count, backend, TIMEOUTS[backend]
+        self._start()
+
+    def _start(self) -> None:
+        """Start the processes."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "tfla", "torch.distributed.tensor", "process_pool"])
         # The store listens here from the beginning, on a port that nothing else can take in the meantime.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.pipes, self.processes, self.timeout = [], [], TIMEOUTS[backend]
-        for rank in range(count):
+        self.pipes, self.processes = [], []
+        for rank in range(self.count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(backend, rank, count, self.store.port, theirs), daemon=True)
+            args = (self.backend, rank, self.count, self.store.port, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -80,7 +91,12 @@ class Pool:
         answers = []
         for rank in range(size):
             if not self.pipes[rank].poll(self.timeout + 30.0):
-                raise TimeoutError(f"rank {rank} of {size} does not answer")
+                self.close(patience=0.0)
+                self._start()
+                errors = "".join(
+                    f"\nrank {other}:\n{answer[2]}" for other, (good, answer) in enumerate(answers) if not good
+                )
+                raise TimeoutError(f"rank {rank} of {size} does not answer{errors}")
             answers.append(self.pipes[rank].recv())
         for rank, (good, answer) in enumerate(answers):
             if not good:
@@ -88,10 +104,11 @@ class Pool:
                 raise RankError(f"{kind}: {message}\nrank {rank}:\n{trace}")
         return [answer for _, answer in answers]
 
-    def close(self) -> None:
+    def close(self, patience: float = 10.0) -> None:
+        """End the processes, and kill those that have not ended after `patience` seconds."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10.0)
+            process.join(patience)
             if process.is_alive():
                 process.kill()

@@ -98,10 +98,18 @@ def test_compiled_packed_parts_without_lengths(pool: Pool, operator: str) -> Non
         ((4, 5), {"lengths": (4, 6)}, (0, 9), r"q: got 4, 5 steps .*, expected 4, 6, by its lengths \(4, 6\)$"),
     ],
 )
+@pytest.mark.parametrize("compiled", [False, True])
 def test_orders_and_lengths(
-    pool: Pool, operator: str, parts: tuple[int, ...], options: dict[str, Any], offsets: Any, message: str
+    pool: Pool,
+    operator: str,
+    compiled: bool,
+    parts: tuple[int, ...],
+    options: dict[str, Any],
+    offsets: Any,
+    message: str,
 ) -> None:
-    for found in pool.run(2, _refusal, operator=operator, parts=parts, offsets=(offsets,), options=options):
+    given = {"offsets": (offsets,), "options": options, "compiled": compiled}
+    for found in pool.run(2, _refusal, operator=operator, parts=parts, **given):
         assert re.match(message, found), found
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tfla.backends import DeltaInputs
 from tfla.ops import checks
 from tfla.ops.context_parallel.call import check_global_offsets, check_no_transforms
-from tfla.ops.context_parallel.cuts import Cut, Placement
+from tfla.ops.context_parallel.cuts import Cut
 from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_traced
 from tfla.ops.context_parallel.delta_states import PER_STEP
 from tfla.ops.context_parallel.group import context_parallel_of
@@ -26,21 +26,6 @@ def _as_the_backend_reads(x: DeltaInputs, cut: Cut) -> DeltaInputs:
     offsets = None if shape.offsets is None else x.q.new_empty(len(shape.offsets), dtype=torch.int32)
     of_steps = (None if t is None else shape.view(t) for t in x[:PER_STEP])
     return DeltaInputs(*of_steps, x.A_log, x.dt_bias, None, offsets)  # type: ignore[arg-type,call-arg]
-
-
-def _check_steps(placement: Placement, T: int, cu_seqlens: Tensor | None, traced: bool) -> None:
-    """Check the cut of steps that are several writes each, in numbers of steps.
-
-    Args:
-        placement: that of steps.
-        T: the steps of this process.
-        cu_seqlens: the offsets in steps.
-        traced: the offsets have no values that can be read. The operator then checks numbers of writes.
-    """
-    if not traced and cu_seqlens is not None:
-        cut_of(placement, T, cu_seqlens)
-    elif not traced or not placement.lengths:
-        placement.own_lengths(T)
 
 
 def _checked(request: DeltaRequest) -> DeltaInputs:
@@ -87,9 +72,8 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
     traced = needs_dispatcher((*x[:-1], cu_seqlens))
     if not traced:
         check_parts(of_steps, group, x.q, cu_seqlens, writes=writes)
-    if writes > 1:
-        offsets = None if cu_seqlens is None else cu_seqlens // writes
-        _check_steps(of_steps, x.q.shape[1] // writes, offsets, traced)
+        if writes > 1:  # its errors count steps
+            cut_of(of_steps, x.q.shape[1] // writes, None if cu_seqlens is None else cu_seqlens // writes)
     cut = None if traced else cut_of(placement, x.q.shape[1], cu_seqlens)
     # A traced call chooses by the shapes of its arguments.
     local = x._replace(C=None) if cut is None else _as_the_backend_reads(x, cut)

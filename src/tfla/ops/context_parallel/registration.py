@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, DeltaInputs, Inputs
 from tfla.backends.base import Spec
-from tfla.ops.context_parallel.cuts import Cut, Placement, cut_dense, cut_packed
+from tfla.ops.context_parallel.cuts import CONTIGUOUS, Cut, Placement, cut_dense, cut_packed
 from tfla.ops.context_parallel.operator import Call, Saved, Shape, backward, forward
 from tfla.ops.context_parallel.parts import check_parts
 
@@ -89,12 +89,16 @@ def cut_as_traced(placement: Placement, T: int, cu_seqlens: Tensor | None, read:
         placement: the order of spans.
         T: the steps of this process.
         cu_seqlens: the offsets of packed sequences.
-        read: whether the offsets have values that can be read; if not, the part has one fragment in each span.
+        read: whether the offsets have values that can be read; if not, the part has one fragment in each span, and T
+            need not fit the order and the lengths: the call raises on every process when it runs.
     """
-    if cu_seqlens is None:
-        return cut_dense(placement, T), None
-    cut = cut_of(placement, T, cu_seqlens) if read else cut_dense(placement, T)
-    return cut, cu_seqlens.shape[0] - 2 + placement.spans_here
+    fragments = None if cu_seqlens is None else cu_seqlens.shape[0] - 2 + placement.spans_here
+    if read:
+        return cut_of(placement, T, cu_seqlens), fragments
+    try:
+        return cut_dense(placement, T), fragments
+    except ValueError:  # a process that raised here alone would leave the others waiting
+        return cut_dense(Placement(placement.rank, placement.size, CONTIGUOUS, ()), T), fragments
 
 
 def _call(x: Inputs, options: tuple[Any, ...], read: bool) -> Call:
@@ -116,6 +120,7 @@ def check_placed(x: Inputs | DeltaInputs, placed: tuple[Any, ...], writes: int =
     _, rank, size, order, lengths, group = placed
     of_steps = Placement(rank, size, order, tuple(n // writes for n in lengths))
     check_parts(of_steps, group, x.q, x.cu_seqlens, writes=writes)
+    of_steps.own_lengths(x.q.shape[1] // writes)
 
 
 def distinct(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
