@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from cases import problem
 from delta_cases import delta_problem
 from jax_cases import to_jax
 from jax_delta_cases import leaves_of
+from several_writes import writes_problem
 
+import tfla
 import tfla.jax
 
 OPERATORS = ("mlstm", "linear_attention", "kda")
@@ -91,6 +94,34 @@ def test_packed_sequences_and_rows_of_a_pool(operator: str) -> None:
             near(found[:, filled[-1]], after(x, start.gather([row]), a, a + 4 * (j + 1)))
     empty = sorted(set(range(23 // 4)) - set(filled))
     assert not np.asarray(states.C[:, jnp.array(empty, int)]).any()
+
+
+@pytest.mark.parametrize("name", ["delta_product", "dplr"])
+def test_several_writes_in_a_step(name: str) -> None:
+    """Numbers of steps count no writes, in packed sequences that read and write rows of a pool."""
+    p = writes_problem(name, lengths=(9, 0, 14), carried=False, by_channel=name == "dplr")
+    x = {each: p.flat(each, t) for each, t in p.leaves.items()}
+    C = torch.cat([p.dC, -p.dC])
+    more: dict[str, Any] = {"states_every": 4, "return_state": True} | ({"writes": 2} if "beta" in x else {})
+    h, pool, states = getattr(tfla, name)(
+        **x,
+        initial_state=tfla.State(C.clone()),
+        state_indices=torch.tensor([4, -1, 0]),
+        cu_seqlens=p.cu_seqlens,
+        **more,
+    )
+    own = {each: to_jax(t) for each, t in x.items()}
+    run = functools.partial(getattr(tfla.jax, name), **own, initial_state=tfla.jax.State(to_jax(C)), **more)
+    given = {"state_indices": jnp.array([4, -1, 0]), "cu_seqlens": (0, 9, 9, 23)}
+    found = run(**given)
+    for a, b in zip(found, (h, pool, states), strict=True):
+        near(getattr(a, "C", a), to_jax(getattr(b, "C", b)))
+    for change, message in (
+        ({"states_every": -2}, "got -2, expected"),
+        ({"return_state": False}, "got 4 with return_st"),
+    ):
+        with pytest.raises(ValueError, match=f"^states_every: {message}"):
+            run(**given | change)
 
 
 def test_gradients() -> None:

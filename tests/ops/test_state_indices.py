@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import FORMS, params, problem
 from delta_cases import delta_problem, options
+from several_writes import writes_problem
 from steppers import Stepper, steppers
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
 Call = Callable[..., Any]
 ROWS, INDICES = 7, (5, -1, 0, 3)
 DELTA_FORMS = ("gdn", "kda", "gla")
+SEVERAL_WRITES = ("delta_product", "dplr")
 EVERY = (*FORMS, *DELTA_FORMS)
 
 
@@ -250,10 +252,16 @@ def test_more_sequences_than_rows_is_an_error_that_names_the_pool() -> None:
 def prefill(form: str, device: str) -> tuple[Call, tfla.State]:
     """A call over two packed sequences, of 20 steps and of none, and over two more, and a pool of states."""
     offsets = torch.tensor([0, 20, 20, 31, 37], device=device)
-    if form in DELTA_FORMS:
+    more: dict[str, Any] = {}
+    if form in SEVERAL_WRITES:
+        several = writes_problem(form, B=1, T=37, Hq=1, carried=False, by_channel=form == "dplr", dtype=torch.float32)
+        x = {name: several.flat(name, t).to(device) for name, t in several.leaves.items()}
+        fn: Call = getattr(tfla, form)
+        more = {"writes": 2} if form == "delta_product" else {}
+    elif form in DELTA_FORMS:
         p: Any = delta_problem(form, B=1, T=37, H=2, Hq=1, dtype=torch.float32)
         x = {name: t.to(device) for name, t in p.leaves.items() if name != "C"}
-        fn: Call = tfla.linear_attention if form == "gla" else tfla.delta_rule
+        fn = tfla.linear_attention if form == "gla" else tfla.delta_rule
         more = {"log_f": x.pop("log_f")} if form == "gla" else {}
         x = {name: x[name] for name in "qkv"} if form == "gla" else x
     else:
@@ -273,7 +281,7 @@ def prefill(form: str, device: str) -> tuple[Call, tfla.State]:
     return call, pool
 
 
-@pytest.mark.parametrize("form", ["exp", "sigmoid", *DELTA_FORMS])
+@pytest.mark.parametrize("form", ["exp", "sigmoid", *DELTA_FORMS, *SEVERAL_WRITES])
 def test_a_prefill_reads_and_writes_rows_of_a_pool(device: str, form: str) -> None:
     call, pool = prefill(form, device)
     indices, taken = torch.tensor(INDICES, device=device), [0, 2, 3]

@@ -49,7 +49,18 @@ def delta_rule(x: dict[str, Tensor], **options: Any) -> Any:
     return tfla.delta_rule(x["q"], x["k"], x["v"], x["i"], x["f"], A_log=A_log, dt_bias=dt_bias, **more, **options)
 
 
-CALLS: list[Callable[..., Any]] = [mlstm, mlstm_sig, linear_attention, gla, delta_rule]
+def delta_product(x: dict[str, Tensor], **options: Any) -> Any:
+    """Two writes in each step, the second one with the values and strengths of the first one reversed."""
+    k, v, beta = (torch.stack([t, t.flip(-1)], 2).flatten(1, 2) for t in (x["k"], x["v"], x["i"].abs().clamp(max=1)))
+    return tfla.delta_product(x["q"], k, v, beta, -x["f"].abs(), writes=2, normalize_qk=True, **options)
+
+
+def dplr(x: dict[str, Tensor], **options: Any) -> Any:
+    a = torch.nn.functional.normalize(x["k"], dim=-1)
+    return tfla.dplr(x["q"], x["k"], x["v"], -a, 0.7 * a, -x["channels"].abs(), **options)
+
+
+CALLS: list[Callable[..., Any]] = [mlstm, mlstm_sig, linear_attention, gla, delta_rule, delta_product, dplr]
 each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 
 
@@ -159,7 +170,8 @@ def test_a_sequence_without_a_row_goes_on_from_part_to_part(call: Callable[..., 
 def test_all_tensors_have_the_same_steps(call: Callable[..., Any]) -> None:
     """A tensor as long as a part would fit every part."""
     x = problem(1, 12, torch.float32)
-    with pytest.raises(ValueError, match=r"v: got shape \(1, 6, .*expected \(1, 12\)"):
+    two = 2 if call is delta_product else 1  # writes in each step
+    with pytest.raises(ValueError, match=rf"v: got shape \(1, {6 * two}, .*expected \(1, {12 * two}\b"):
         call(x | {"v": x["v"][:, :6]}, return_state=True, states_every=6)
 
 

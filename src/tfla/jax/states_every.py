@@ -25,6 +25,18 @@ Operator = Callable[..., Any]
 Found = tuple[Array, State, State]
 
 
+def check_options(every: object, return_state: object, context_parallel: object) -> None:
+    """Raise a TypeError or a ValueError if a call with these options cannot return states in between."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
+    if every < 1:
+        raise ValueError(f"states_every: got {every}, expected at least 1")
+    if return_state is not True:
+        raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
+    if context_parallel is not None:
+        raise ValueError("states_every: got it with context_parallel, expected at most one of them")
+
+
 def with_states_every(
     operator: Operator, arrays: Mapping[str, Array | None], every: int, *, normalize: bool, initial_state: State | None,
     return_state: bool, cu_seqlens: Any, context_parallel: object, state_indices: Any,
@@ -45,14 +57,7 @@ def with_states_every(
     Raises:
         ValueError, TypeError: an argument does not fit.
     """
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
-    if every < 1:
-        raise ValueError(f"states_every: got {every}, expected at least 1")
-    if return_state is not True:
-        raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
-    if context_parallel is not None:
-        raise ValueError("states_every: got it with context_parallel, expected at most one of them")
+    check_options(every, return_state, context_parallel)
     for name, x in arrays.items():
         if x is not None:
             checks.check_float(name, x)

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from tfla._util.shapes import check_input_shapes
 from tfla.ops import checks
+from tfla.ops.delta import delta_rule
 from tfla.ops.delta_checks import check_gates_shape
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
 from tfla.ops.state import State
+from tfla.ops.states_every import check_states_every, with_states_every
 from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def delta_product(
     backend: str | None = ...,
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> Tensor: ...
 @overload
 def delta_product(
@@ -59,7 +63,30 @@ def delta_product(
     backend: str | None = ...,
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> tuple[Tensor, State]: ...
+@overload
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[True],
+    writes: int,
+    normalize_qk: bool = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: int,
+) -> tuple[Tensor, State, State]: ...
 def delta_product(
     q: Tensor,
     k: Tensor,
@@ -77,7 +104,9 @@ def delta_product(
     backend: str | None = None,
     kernel: str | None = None,
     context_parallel: Group | None = None,
-) -> Tensor | tuple[Tensor, State]:
+    state_indices: Tensor | None = None,
+    states_every: int | None = None,
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, State, State]:
     """Compute (Gated) DeltaProduct over whole sequences: the delta rule with several writes in each step.
 
     The state decays before the first write of a step and is read by q after the last one. The call is one of
@@ -94,9 +123,11 @@ def delta_product(
         scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps, not in writes.
         context_parallel: as in :func:`delta_rule`. Sequences are cut between steps; its lengths are steps.
+        state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`tfla.mlstm`.
+        states_every: also return the states after every so many steps, not writes, see :func:`tfla.mlstm`.
 
     Returns:
-        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`, and with ``states_every`` the states between.
 
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
@@ -107,8 +138,10 @@ def delta_product(
         raise ValueError(f"writes: got {writes}, expected at least 1")
     options: dict[str, Any] = {
         "scale": scale, "return_state": return_state, "chunk_size": chunk_size, "backend": backend, "kernel": kernel,
-        "context_parallel": context_parallel,
+        "context_parallel": context_parallel, "state_indices": state_indices, "states_every": states_every,
     }  # fmt: skip
+    if states_every is not None:
+        check_states_every(states_every, return_state, context_parallel, {"q": q, "v": v})
     if is_distributed(q):
         given = {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f, "cu_seqlens": cu_seqlens}
         return _on_local_tensors(
@@ -149,6 +182,8 @@ def dplr(
     backend: str | None = ...,
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> Tensor: ...
 @overload
 def dplr(
@@ -167,7 +202,29 @@ def dplr(
     backend: str | None = ...,
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> tuple[Tensor, State]: ...
+@overload
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    return_state: Literal[True],
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: int,
+) -> tuple[Tensor, State, State]: ...
 def dplr(
     q: Tensor,
     k: Tensor,
@@ -184,7 +241,9 @@ def dplr(
     backend: str | None = None,
     kernel: str | None = None,
     context_parallel: Group | None = None,
-) -> Tensor | tuple[Tensor, State]:
+    state_indices: Tensor | None = None,
+    states_every: int | None = None,
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, State, State]:
     """Compute a recurrence with a diagonal plus low-rank transition over whole sequences.
 
     For every head and step t:
@@ -201,17 +260,21 @@ def dplr(
         scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps.
         context_parallel: as in :func:`delta_rule`.
+        state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`tfla.mlstm`.
+        states_every: also return the states after every so many steps, see :func:`tfla.mlstm`.
 
     Returns:
-        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`, and with ``states_every`` the states between.
 
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
     """
     options: dict[str, Any] = {
         "scale": scale, "return_state": return_state, "chunk_size": chunk_size, "backend": backend, "kernel": kernel,
-        "context_parallel": context_parallel,
+        "context_parallel": context_parallel, "state_indices": state_indices, "states_every": states_every,
     }  # fmt: skip
+    if states_every is not None:
+        check_states_every(states_every, return_state, context_parallel, {"q": q, "v": v})
     if is_distributed(q):
         given = {"q": q, "k": k, "v": v, "a": a, "b": b, "log_f": log_f, "cu_seqlens": cu_seqlens}
         return _on_local_tensors(dplr, given, initial_state, **options)
@@ -248,45 +311,66 @@ def _compute(
     scale: float | None,
     return_state: bool,
     context_parallel: Group | None,
+    state_indices: Tensor | None,
+    states_every: int | None,
     read_before_decay: bool = False,
     normalize_qk: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, State]:
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, State, State]:
     """Compute the delta rule over the writes of all steps, and return the outputs of the steps.
 
     Args:
         steps: q, k, v, beta, log_f and read_key of the writes, (B, T x writes, ...).
-        initial_state, scale, return_state, context_parallel, read_before_decay, normalize_qk: as in :func:`delta_rule`.
+        initial_state, scale, return_state, context_parallel, state_indices: as in :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps.
+        states_every: the number of steps between the states that are returned, which is checked.
+        read_before_decay, normalize_qk: as in :func:`delta_rule`.
         writes: the number of writes in each step.
         options: the chunk size, the backend and the kernel.
 
     Returns:
-        h after the last write of each step, (B, T, H, dhv); with ``return_state`` also the final state.
+        h after the last write of each step, (B, T, H, dhv); with ``return_state`` also the final state, and with
+        ``states_every`` the states between.
     """
     q, k, v, beta, log_f, read_key = steps
     if cu_seqlens is not None:
         check = checks.check_cu_seqlens if context_parallel is None else checks.check_offsets
         check(cu_seqlens, q[:, ::writes])
         cu_seqlens = cu_seqlens * writes
-    request = DeltaRequest(
-        q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=None, dt_bias=None, state=initial_state,
-        cu_seqlens=cu_seqlens, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
-        beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state,
-        scale=checks.check_scale(scale), **options,
-    )  # fmt: skip
-    found = compute(request, context_parallel, writes=writes)
+    found: Any
+    if states_every is not None:
+        tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f, "read_key": read_key}
+        found = with_states_every(
+            delta_rule, tensors, writes * states_every, initial_state=initial_state, return_state=return_state,
+            cu_seqlens=cu_seqlens, context_parallel=context_parallel, state_indices=state_indices, scale=scale,
+            read_before_decay=read_before_decay, normalize_qk=normalize_qk, **options,
+        )  # fmt: skip
+    else:
+        request = DeltaRequest(
+            q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=None, dt_bias=None, state=initial_state,
+            cu_seqlens=cu_seqlens, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+            beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state,
+            scale=checks.check_scale(scale), **options,
+        )  # fmt: skip
+        found = compute(request, context_parallel, state_indices, writes)
     if isinstance(found, Tensor):
         return found[:, writes - 1 :: writes]
-    return found[0][:, writes - 1 :: writes], found[1]
+    h, *states = found
+    return (h[:, writes - 1 :: writes], *states)
 
 
 def _on_local_tensors(
-    operator: Any, given: dict[str, Tensor | None], initial_state: State | None, **options: Any
+    operator: Any,
+    given: dict[str, Tensor | None],
+    initial_state: State | None,
+    *,
+    state_indices: Tensor | None,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute a call of an operator of this module on the local tensors of DTensors."""
     from tfla.ops import sharded
 
+    sharded.check_no_indices(state_indices)
     return sharded.call_with_state(
         given, initial_state, lambda local, state: operator(**local, initial_state=state, **options)
     )

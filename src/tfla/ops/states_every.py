@@ -60,19 +60,8 @@ def with_states_every(
     Raises:
         ValueError, TypeError: an argument does not fit.
     """
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
-    if every < 1:
-        raise ValueError(f"states_every: got {every}, expected at least 1")
-    if return_state is not True:
-        raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
-    if context_parallel is not None:
-        raise ValueError("states_every: got it with context_parallel, expected at most one of them")
-    q, v = tensors["q"], tensors["v"]
-    for name, x in (("q", q), ("v", v)):
-        checks.check_float(name, x)
-        if type(x) not in PLAIN or x is None:
-            raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
+    check_states_every(every, return_state, context_parallel, tensors)
+    q = tensors["q"]
     assert q is not None
     checks.check_shape("q", q, ("B", "T", "H", "dqk"))
     for name, x in tensors.items():
@@ -97,6 +86,23 @@ def with_states_every(
     call = _PooledCall(q, initial_state)
     h, pool = attend_by_index(call, state_indices, cu_seqlens, from_rows, (*tensors.values(), *options.values()))
     return h, pool, between[0]
+
+
+def check_states_every(every: object, return_state: object, context_parallel: object, tensors: Tensors) -> None:
+    """Raise a ValueError or a TypeError if a call with these options and tensors cannot return states in between."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
+    if every < 1:
+        raise ValueError(f"states_every: got {every}, expected at least 1")
+    if return_state is not True:
+        raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
+    if context_parallel is not None:
+        raise ValueError("states_every: got it with context_parallel, expected at most one of them")
+    for name in ("q", "v"):
+        x = tensors[name]
+        checks.check_float(name, x)
+        if type(x) not in PLAIN or x is None:
+            raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
 
 
 def unstacked(states: State) -> list[State]:

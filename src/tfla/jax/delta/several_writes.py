@@ -13,6 +13,7 @@ from tfla.jax import checks
 from tfla.jax.choice import Offsets
 from tfla.jax.delta.api import delta_rule
 from tfla.jax.state import State
+from tfla.jax.states_every import check_options
 from tfla.ops.delta_checks import check_gates_shape
 
 
@@ -33,7 +34,9 @@ def delta_product(
     backend: str | None = None,
     kernel: str | None = None,
     context_parallel: str | None = None,
-) -> Array | tuple[Array, State]:
+    state_indices: Array | None = None,
+    states_every: int | None = None,
+) -> Array | tuple[Array, State] | tuple[Array, State, State]:
     """Compute (Gated) DeltaProduct over whole sequences: the delta rule with several writes in each step.
 
     This is :func:`tfla.delta_product` on arrays of JAX. The state decays before the first write of a step and is read
@@ -47,11 +50,13 @@ def delta_product(
         log_f: (B, T, H) or (B, T, H, dqk); None is no decay.
         writes: the number of writes in each step.
         normalize_qk: divide q and k by sqrt(their squared norm + 1e-6).
-        scale, initial_state, return_state, chunk_size, backend, kernel, context_parallel: as in :func:`delta_rule`.
+        scale, initial_state, return_state, chunk_size, backend, kernel, context_parallel, state_indices: as in
+            :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps, not in writes.
+        states_every: also return the states after every so many steps, not writes.
 
     Returns:
-        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`, and with ``states_every`` the states between.
 
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
@@ -80,7 +85,8 @@ def delta_product(
         beside(q, writes - 1, 0), k, v, beta, log_f, normalize_qk=normalize_qk, scale=scale,
         initial_state=initial_state, return_state=return_state,
         cu_seqlens=_stretched(cu_seqlens, writes, q, context_parallel), chunk_size=chunk_size,
-        backend=backend, kernel=kernel, context_parallel=context_parallel,
+        backend=backend, kernel=kernel, context_parallel=context_parallel, state_indices=state_indices,
+        states_every=_in_writes(states_every, writes, return_state, context_parallel),
     )  # fmt: skip
     return _last_writes(found, writes, return_state)
 
@@ -101,7 +107,9 @@ def dplr(
     backend: str | None = None,
     kernel: str | None = None,
     context_parallel: str | None = None,
-) -> Array | tuple[Array, State]:
+    state_indices: Array | None = None,
+    states_every: int | None = None,
+) -> Array | tuple[Array, State] | tuple[Array, State, State]:
     """Compute a recurrence with a diagonal plus low-rank transition over whole sequences.
 
     This is :func:`tfla.dplr` on arrays of JAX. For every head and step t:
@@ -112,11 +120,13 @@ def dplr(
         q, k, a, b: (B, T, Hq, dqk).
         v: (B, T, H, dhv).
         log_f: (B, T, H) or (B, T, H, dqk).
-        scale, initial_state, return_state, chunk_size, backend, kernel, context_parallel: as in :func:`delta_rule`.
+        scale, initial_state, return_state, chunk_size, backend, kernel, context_parallel, state_indices: as in
+            :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps.
+        states_every: also return the states after every so many steps.
 
     Returns:
-        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`, and with ``states_every`` the states between.
 
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
@@ -139,15 +149,24 @@ def dplr(
         each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)),
         read_key=each(a, zero(a)), read_before_decay=True, scale=scale, initial_state=initial_state,
         return_state=return_state, cu_seqlens=_stretched(cu_seqlens, 2, q, context_parallel), chunk_size=chunk_size,
-        backend=backend, kernel=kernel, context_parallel=context_parallel,
+        backend=backend, kernel=kernel, context_parallel=context_parallel, state_indices=state_indices,
+        states_every=_in_writes(states_every, 2, return_state, context_parallel),
     )  # fmt: skip
     return _last_writes(found, 2, return_state)
 
 
 def _last_writes(found: Any, writes: int, return_state: bool) -> Any:
-    """Return h after the last write of each step, and the state where it was asked for."""
+    """Return h after the last write of each step, and the states where they were asked for."""
     h = (found[0] if return_state else found)[:, writes - 1 :: writes]
-    return (h, found[1]) if return_state else h
+    return (h, *found[1:]) if return_state else h
+
+
+def _in_writes(states_every: int | None, writes: int, return_state: bool, axis: str | None) -> int | None:
+    """Return a checked number of steps between states as a number of writes, or None."""
+    if states_every is None:
+        return None
+    check_options(states_every, return_state, axis)
+    return writes * states_every
 
 
 def _stretched(cu_seqlens: Any, factor: int, q: Array, axis: str | None) -> Any:
