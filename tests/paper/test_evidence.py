@@ -218,6 +218,19 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest
         run_experiment("recall", config)
 
 
+def test_any_number_of_seeds_and_no_more_than_there_is_of_the_rest() -> None:
+    for size, own in (("smoke", 1), ("full", 3)):
+        runs = {n: EvidenceConfig(size=size, seeds=n).runs("length") for n in (None, 1, 2, 5)}  # type: ignore[arg-type]
+        assert {n: {run.seed for run in found} for n, found in runs.items()} == {n: set(range(n or own)) for n in runs}
+        assert all(run in runs[5] for run in runs[2])  # so that finished runs count
+    for options, message in (
+        ({"lrs": 2}, "lrs: got 2, expected at most 1 for tracking of size smoke"),
+        ({"tasks": 3}, "tasks: got 3, expected at most 2 for tracking of size smoke"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            EvidenceConfig(**options).runs("tracking")
+
+
 def test_a_spent_budget_gives_up_what_has_not_ended(tmp_path: Path) -> None:
     started = list(worker_pool.train_runs([tiny(steps=10**6), tiny(steps=10**6, seed=1)], "cpu", False, 2, 5.0))
     assert started == []

@@ -47,11 +47,11 @@ class EvidenceConfig:
     models: tuple[str, ...] = ()
     """The models to train; none is all."""
     tasks: int | None = None
-    """The number of tasks, such as groups whose products are tracked; None is all."""
+    """The number of tasks, such as groups whose products are tracked; None is all of the size."""
     seeds: int | None = None
-    """The number of seeds; None is all."""
+    """The number of seeds, also more than the size has; None is those of the size, 1 of smoke and 3 of full."""
     lrs: int | None = None
-    """The number of learning rates; None is all."""
+    """The number of learning rates; None is all of the size."""
     steps: int | None = None
     """The number of training steps, instead of that of the size."""
     text: tuple[Path, ...] = ()
@@ -76,13 +76,20 @@ class EvidenceConfig:
             outputs.check_file("out", self.out)
 
     def runs(self, name: str) -> list[Run]:
-        """Return the runs of an experiment that the options ask for."""
+        """Return the runs of an experiment that the options ask for.
+
+        Raises:
+            UserError: the size has fewer tasks or learning rates than the options ask for.
+        """
         size = EXPERIMENTS[name].size(self.size)
+        for option, asked, there in (("tasks", self.tasks, len(size.tasks)), ("lrs", self.lrs, len(size.lrs))):
+            if asked is not None and asked > there:
+                raise UserError(f"{option}: got {asked}, expected at most {there} for {name} of size {self.size}")
         size = replace(
             size,
             models=tuple(m for m in size.models if not self.models or m in self.models),
             tasks=size.tasks[: self.tasks],
-            seeds=size.seeds[: self.seeds],
+            seeds=size.seeds if self.seeds is None else tuple(range(self.seeds)),
             lrs=size.lrs[: self.lrs],
             steps=self.steps or size.steps,
         )
