@@ -16,7 +16,10 @@ from tfla.nn.mixers import MIXERS
 # Parameters of a layer of flash-linear-attention 0.6 with its default options, or of the paper where "paper" is said.
 # Its Gated DeltaNet has 6 heads, which do not divide 2048; 8 heads have 4 more rows of gates and a smaller norm.
 # KDA has no bias in its output gate, as the paper and the released model; flash-linear-attention has value_dim more.
+# The mLSTM is that of a layer of transformers' xLSTM with the sizes of NX-AI/xLSTM-7b.
 COUNTS: list[tuple[dict[str, Any], int]] = [
+    ({"mixer": "mlstm_exp", "d_model": 4096, "num_heads": 8}, 67_178_512),
+    ({"mixer": "mlstm_sig", "d_model": 4096, "num_heads": 8}, 67_178_512),
     ({"mixer": "gla", "d_model": 1024, "num_heads": 4}, 4_219_648),
     ({"mixer": "retnet", "d_model": 1024, "num_heads": 4}, 8_389_120),
     ({"mixer": "delta_net", "d_model": 1024, "num_heads": 8}, 4_214_912),
@@ -43,6 +46,13 @@ def test_sizes_of_the_mamba2_paper(d_model: int, blocks: int, size: float) -> No
         layer = MIXERS["mamba2"](config)  # type: ignore[call-arg]
     total = blocks * (sum(p.numel() for p in layer.parameters()) + d_model) + d_model + 50288 * d_model
     assert math.isclose(total, size, rel_tol=0.035)
+
+
+def test_size_of_xlstm_7b() -> None:
+    """The number of parameters of the released model, which transformers' default config describes."""
+    config = ModelConfig(d_model=4096, num_blocks=32, num_heads=8, vocab_size=50_304)
+    with torch.device("meta"):
+        assert LanguageModel(config).num_parameters() == 6_865_424_896
 
 
 transformers = pytest.importorskip("transformers", reason='pip install "tfla[transformers]"')

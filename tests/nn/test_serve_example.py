@@ -53,6 +53,43 @@ def test_a_hybrid_is_served(serve: ModuleType) -> None:
         server.submit(serve.Request("big", torch.arange(20), 21))
 
 
+@pytest.mark.parametrize("layers", [("mlstm_exp", "kda"), ("mamba2", "attention")], ids=str)
+def test_proposed_tokens_change_no_answer(
+    serve: ModuleType, layers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of different lengths come and go while others accept some of their proposals."""
+    model = serve.load(None, "cpu", layers).double()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(256, (length,), generator=generator) for length in (3, 20, 1, 12, 30)]
+    alone = [torch.cat(list(generate(model, prompt[None], 30, temperature=0))).tolist() for prompt in prompts]
+    texts = [prompt.tolist() + answer for prompt, answer in zip(prompts, alone, strict=True)]
+
+    def propose(text: list[int], count: int) -> list[int]:
+        """Return what the model will say, with one wrong token at a place that depends on the length of the text."""
+        (whole,) = (each for each in texts if each[: len(text)] == text)
+        said = (whole[len(text) :] + [0] * count)[:count]
+        wrong = len(text) % (count + 1)
+        return [token + 1 if n == wrong else token for n, token in enumerate(said)]
+
+    for proposals in (serve.propose, propose):
+        monkeypatch.setattr(serve, "propose", proposals)
+        server, done = serve.Server(model, slots=3, part=8, capacity=60, draft_tokens=4), []
+        for n, prompt in enumerate(prompts):
+            server.submit(serve.Request(str(n), prompt, 30 - 5 * n))
+        while server.busy:
+            done += server.step()
+        found = {int(request.name): request.tokens for request in done}
+        assert found == {n: alone[n][: 30 - 5 * n] for n in range(5)}
+    assert 0.2 * server.proposed < server.accepted < 0.8 * server.proposed
+
+
+def test_proposals_are_what_followed_the_latest_tokens_before(serve: ModuleType) -> None:
+    assert serve.propose([1, 2, 3, 9, 1, 2, 3], 6) == [9, 1, 2, 3, 9, 1]
+    assert serve.propose([2, 7, 1, 2, 8, 5, 2], 2) == [8, 5]
+    assert serve.propose([5, 6], 2) == [6, 6]
+    assert serve.propose([4], 1) == [4]
+
+
 def test_a_stop_token_frees_the_slot(serve: ModuleType) -> None:
     model = serve.load(None, "cpu")
     prompt = torch.arange(9)
