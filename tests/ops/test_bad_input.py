@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import problem
+from delta_cases import delta_problem
 from torch import Tensor
 
 import tfla
@@ -336,3 +338,27 @@ def test_mlstm_step(change: dict[str, Any], error: type[Exception], parts: tuple
 def test_linear_attention_step(change: dict[str, Any], error: type[Exception], parts: tuple[str, ...]) -> None:
     text = message(error, tfla.linear_attention_step, **as_log_gates(one_step() | change), normalize=True)
     assert all(part.replace("i:", "log_i:").replace("f:", "log_f:") in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("nested", "a nested tensor"), ("jagged", "a nested tensor"), ("sparse", "layout torch.sparse_coo")],
+)
+@pytest.mark.parametrize("name", ["q", "v", "beta", "log_f", "C"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_tensors_without_strides_are_named(kind: str, words: str, name: str, warm: bool) -> None:
+    """They were an internal error of PyTorch, before and after a call that is right."""
+    p = delta_problem("kda", dtype=torch.float32, T=3, B=2, K=5, V=7)
+    given = {each: x.detach() for each, x in p.leaves.items()}
+    call = {each: given[each] for each in ("q", "k", "v", "beta", "log_f")}
+    if warm:
+        tfla.delta_rule(**call, initial_state=tfla.State(given["C"]))
+    x = given[name]
+    made = {
+        "nested": lambda: torch.nested.nested_tensor(list(x)),
+        "jagged": lambda: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+        "sparse": lambda: x.to_sparse(),
+    }[kind]()
+    call, C = (call, made) if name == "C" else (call | {name: made}, given["C"])
+    with pytest.raises(TypeError, match=f"^{'initial_state.C' if name == 'C' else name}: got {re.escape(words)}"):
+        tfla.delta_rule(**call, initial_state=tfla.State(C))

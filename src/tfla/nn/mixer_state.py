@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.ops.state import State
+from tfla.ops.state import State, check_rows_of, overwrite_rows
 from tfla.ops.state_pool import PoolRows
 
 
@@ -58,10 +58,22 @@ class MixerState(NamedTuple):
 
     def scatter(self, rows: Tensor | Sequence[int], states: MixerState) -> None:
         """Overwrite the states of some sequences in place; see :meth:`tfla.State.scatter`."""
+        if not isinstance(states, MixerState):
+            raise TypeError(f"states: got {type(states).__name__}, expected MixerState")
+        index = self.recurrence._index(rows, once=True)
+        if len(states.convolution) != len(self.convolution):
+            given, held = len(states.convolution), len(self.convolution)
+            raise ValueError(f"states.convolution: got {given} tensors, expected {held}")
+        if (states.position is None) != (self.position is None):
+            got, wanted = ("None", "a tensor") if states.position is None else ("a tensor", "None")
+            raise ValueError(f"states.position: got {got}, expected {wanted}")
+        pairs = list(zip(self._others(), states._others(), strict=True))
+        names = [*(f"convolution[{number}]" for number in range(len(self.convolution))), "position"]
+        for name, (own, new) in zip(names, pairs, strict=False):
+            check_rows_of(f"states.{name}", new, own, index)
         self.recurrence.scatter(rows, states.recurrence)
-        index = self._index(rows)
-        for own, given in zip(self._others(), states._others(), strict=True):
-            own.index_copy_(0, index, given.to(own))
+        for own, new in pairs:
+            overwrite_rows(own, index, new)
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset some sequences in place to the state before the first token."""

@@ -23,8 +23,8 @@ from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Projection, at_least_float32, input_std, recomputed, soft_cap
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.key_values import KeyValues
-from tfla.nn.validation import check_ids, check_inputs, check_int, check_num_entries, embed
-from tfla.ops.checks import LONGEST_STEPS, check_flags
+from tfla.nn.validation import check_ids, check_inputs, check_int, check_num_entries, check_state_of_call, embed
+from tfla.ops.checks import LONGEST_STEPS, check_flags, check_lengths
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
 
@@ -333,7 +333,20 @@ class LanguageModel(nn.Module):
         for block, before in zip(self.blocks, state, strict=True):
             x, accept = block.steps(x, before, in_place, rows)
             accepts.append(accept)
-        return self.logits(x), lambda lengths: tuple(accept(lengths) for accept in accepts)
+        overwrites, accepted = in_place or rows is not None, False
+
+        def accept_all(lengths: Tensor) -> ModelState:
+            """Return the state after some of the tokens."""
+            nonlocal accepted
+            if not isinstance(lengths, Tensor):
+                raise TypeError(f"lengths: got {type(lengths).__name__}, expected an int32 or int64 tensor")
+            check_lengths(lengths, ids, name="ids")
+            if accepted and overwrites:
+                raise ValueError("accept: got a second call, expected one: the first has overwritten the state")
+            accepted = True
+            return tuple(accept(lengths) for accept in accepts)
+
+        return self.logits(x), accept_all
 
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, *, capacity: int | None = None
@@ -403,8 +416,11 @@ class LanguageModel(nn.Module):
         return pretrained.load(cls, directory, device, dtype, overrides)
 
     def _find_rows(self, state: ModelState | None, state_indices: Tensor | None, sequences: int) -> PoolRows | None:
-        """Return the rows of a pool that the sequences of a call have; None without state_indices."""
-        return None if state_indices is None else pool.find_rows(state, state_indices, sequences)
+        """Check the state of a call; return the rows of a pool that its sequences have, None without state_indices."""
+        rows = None if state_indices is None else pool.find_rows(state, state_indices, sequences)
+        if state is not None:
+            check_state_of_call(self, state, sequences if rows is None else None)
+        return rows
 
     def _check_room(
         self, state: ModelState | None, rows: PoolRows, ids: Tensor, document_start: Tensor | None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tfla.nn.mixer_state import MixerState
+from tfla.ops.checks import check_offsets
 from tfla.ops.state import State
 
 if TYPE_CHECKING:
@@ -56,13 +57,15 @@ def check_inputs(
         state: the state of a model, or None.
         blocks: the number of blocks of the model.
         document_start: (B, T) bool, or None.
-        cu_seqlens: offsets of packed sequences, or None; only their presence is checked.
+        cu_seqlens: offsets of packed sequences, or None; their values are not read.
     """
     check_ids(ids, "(B, T)", 2)
     if ids.shape[1] < 1:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
     if state is not None:
         check_num_entries(state, blocks)
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens, ids, name="ids")
     if document_start is None:
         return
     if cu_seqlens is not None:
@@ -147,22 +150,51 @@ def check_model_state(model: LanguageModel, state: object, name: str = "state") 
     Raises:
         TypeError, ValueError: the message names the first entry that does not fit, what it is and what is expected.
     """
-    check_num_entries(state, len(model.blocks))
-    batch: int | None = None
-    for number, (given, expected) in enumerate(zip(state, model.initial_state(1, "meta"), strict=True)):  # type: ignore[call-overload]
-        batch = _check_block(f"{name}[{number}]", given, expected, batch, model.embedding.weight)
+    batch = _check_entries(model, state, name, None)
     assert batch is not None
     return batch
 
 
+def _check_entries(model: LanguageModel, state: object, name: str, batch: int | None) -> int | None:
+    """Check the entry of each block but of mixers of users; return the batch size, which is ``batch`` unless None."""
+    check_num_entries(state, len(model.blocks))
+    for number, (given, expected) in enumerate(zip(state, model.initial_state(1, "meta"), strict=True)):  # type: ignore[call-overload]
+        batch = _check_block(f"{name}[{number}]", given, expected, batch, model.embedding.weight)
+    return batch
+
+
+def check_state_of_call(model: LanguageModel, state: object, sequences: int | None) -> None:
+    """Raise unless a state fits the model and the sequences of a call, before a block runs or overwrites anything.
+
+    Calls that are traced, and those of models that processes share, are left to the checks of each block: what a
+    process holds of such a state has other shapes, or the processes have to raise together.
+
+    Args:
+        model: the model.
+        state: the state of a model.
+        sequences: how many sequences the state has; None for a pool of any number of rows.
+    """
+    mixers = [block.mixer for block in model.blocks]
+    shared = any(getattr(mixer, "context_parallel", None) is not None for mixer in mixers)
+    sharded = any(hasattr(weight, "device_mesh") for weight in model.parameters())
+    if not (shared or sharded or torch.compiler.is_compiling()):
+        _check_entries(model, state, "state", sequences)
+
+
 def _check_block(
     at: str, given: object, expected: State | KeyValues | MixerState, batch: int | None, weight: Tensor
-) -> int:
+) -> int | None:
     """Raise unless ``given`` fits ``expected`` and the batch size of earlier blocks; return the batch size."""
+    if not isinstance(expected, State | MixerState) and type(expected).__name__ != "KeyValues":
+        return batch
     if type(given) is not type(expected):
         raise TypeError(f"{at}: got {type(given).__name__}, expected {type(expected).__name__}")
     if isinstance(expected, MixerState) and isinstance(given, MixerState):
         batch = _check_block(f"{at}.recurrence", given.recurrence, expected.recurrence, batch, weight)
+        if len(given.convolution) != len(expected.convolution):
+            raise ValueError(
+                f"{at}.convolution: got {len(given.convolution)} tensors, expected {len(expected.convolution)}"
+            )
         for number, (x, like) in enumerate(zip(given.convolution, expected.convolution, strict=True)):
             _check_part(f"{at}.convolution[{number}]", x, (batch, *like.shape[1:]), weight)
         if expected.position is not None:

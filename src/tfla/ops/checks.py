@@ -29,6 +29,10 @@ def check_float(name: str, x: object) -> None:
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if hasattr(x, "device_mesh"):  # where q is one, only local tensors are checked
         raise TypeError(f"{name}: got a DTensor, expected a plain tensor, as q is")
+    if x.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, expected a plain one: packed sequences take cu_seqlens")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name}: got dtype {x.dtype}, expected a float dtype: {', '.join(map(_name, FLOATS))}")
 
@@ -92,15 +96,15 @@ def check_step_state(state: object, indices: object, q: Tensor, v: Tensor, norma
     return found
 
 
-def check_offsets(cu_seqlens: object, q: Tensor) -> None:
-    """Check the offsets of packed sequences, apart from their device and their values."""
+def check_offsets(cu_seqlens: object, q: Tensor, name: str = "q") -> None:
+    """Check the offsets of packed sequences of ``q``, apart from their device and their values."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 tensor")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
     if q.shape[0] != 1:
-        raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
+        raise ValueError(f"{name}: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
@@ -179,8 +183,8 @@ def check_few_steps(v: Tensor, return_state: bool, lengths: object, in_place: bo
             raise ValueError(f"{name}: got it with return_state=False, expected it with a state to return")
 
 
-def check_lengths(lengths: object, v: Tensor) -> None:
-    """Check the lengths of decoding steps, (B,).
+def check_lengths(lengths: object, v: Tensor, name: str = "v") -> None:
+    """Check the lengths of decoding steps of ``v``, (B,).
 
     Their values are checked on a CPU only: reading them from a GPU would make the host wait. In a traced call the
     operator checks them.
@@ -192,7 +196,7 @@ def check_lengths(lengths: object, v: Tensor) -> None:
         raise TypeError(f"lengths: got {got}, expected an int32 or int64 tensor")
     check_shape("lengths", lengths, (v.shape[0],))
     if lengths.device != v.device:
-        raise ValueError(f"lengths: got device {lengths.device}, expected that of v, {v.device}")
+        raise ValueError(f"lengths: got device {lengths.device}, expected that of {name}, {v.device}")
     if lengths.device.type == "cpu" and not needs_dispatcher((lengths,)):
         check_values_of_lengths(lengths, v.shape[1])
 

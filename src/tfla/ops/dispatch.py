@@ -117,7 +117,10 @@ def call_signature(
                 break
     device = "cuda" if given[0].is_cuda else given[0].device.type  # the first takes a fraction of the host time
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return autocast_dtype, recorded, options, static(tensors)
+    try:
+        return autocast_dtype, recorded, options, static(tensors)
+    except RuntimeError:  # a nested or sparse tensor has no shape or memory, which the checks say
+        return None
 
 
 def _on_cpu(t: Tensor | None) -> bool:

@@ -114,16 +114,17 @@ class State(NamedTuple):
         if not isinstance(states, State):
             raise TypeError(f"states: got {type(states).__name__}, expected tfla.State")
         index = self._index(rows, once=True)
+        pairs: list[tuple[Tensor, Tensor]] = []
         for name, own, given in zip(self._fields, self, states, strict=True):
             if (own is None) != (given is None):
                 got, wanted = ("None", "a tensor") if given is None else ("a tensor", "None")
                 raise ValueError(f"states.{name}: got {got}, expected {wanted}")
             if own is None or given is None:
                 continue
-            shape = (index.shape[0], *own.shape[1:])
-            if given.shape != shape:
-                raise ValueError(f"states.{name}: got shape {tuple(given.shape)}, expected {shape}")
-            own.index_copy_(0, index, given.to(own))
+            check_rows_of(f"states.{name}", given, own, index)
+            pairs.append((own, given))
+        for own, given in pairs:
+            overwrite_rows(own, index, given)
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset some sequences in place to the state before the first step.
@@ -168,3 +169,24 @@ class State(NamedTuple):
                 twice = next(row for row in given if given.count(row) > 1)
                 raise ValueError(f"rows: got {twice} more than once, expected each sequence once")
         return rows.to(self.C.device, torch.int64)
+
+
+def check_rows_of(name: str, given: object, own: Tensor, index: Tensor) -> None:
+    """Raise unless ``given`` is a tensor that has a row of ``own`` for each index.
+
+    Raises:
+        TypeError, ValueError: the message starts with ``name``.
+    """
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: got {type(given).__name__}, expected a tensor")
+    shape = (index.shape[0], *own.shape[1:])
+    if given.shape != shape:
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected {shape}")
+
+
+def overwrite_rows(own: Tensor, index: Tensor, given: Tensor) -> None:
+    """Overwrite rows of ``own`` in place by ``given``, which may be a view of ``own``."""
+    given = given.to(own)
+    if given.untyped_storage()._cdata == own.untyped_storage()._cdata:
+        given = given.clone()
+    own.index_copy_(0, index, given)

@@ -94,6 +94,8 @@ class KeyValues(NamedTuple):
         Raises:
             ValueError: rows contain an index twice, the states are not as many, or this state has no room for them.
         """
+        if not isinstance(states, KeyValues):
+            raise TypeError(f"states: got {type(states).__name__}, expected KeyValues")
         index, device = State(self.k)._index(rows, once=True), self.k.device
         expected = (index.shape[0], states.k.shape[1], *self.k.shape[2:])
         if states.k.shape != expected:

@@ -14,6 +14,7 @@ from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.nn.mixers.steps_pass import StepsPass
+from tfla.ops.checks import check_shape
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
 
@@ -93,7 +94,7 @@ class RecurrentMixer(SequenceMixer):
         it. With ``cu_seqlens`` they reach no other sequence, but with ``context_parallel`` this holds only where states
         are given or returned: other calls close gates, since the exchange is faster.
         """
-        self._check_state(state)
+        self._check_state(state, len(x) if cu_seqlens is None else None)
         run = SequencePass(self, x, state, document_start, cu_seqlens, return_state, states_every)
         mixed = self.mix(x, run)
         if states_every is not None:
@@ -104,7 +105,7 @@ class RecurrentMixer(SequenceMixer):
         self, x: Tensor, state: MixerState, in_place: bool = False, rows: PoolRows | None = None
     ) -> tuple[Tensor, MixerState]:
         """Run :meth:`SequenceMixer.step`."""
-        self._check_state(state)
+        self._check_state(state, None if rows is not None else len(x))
         run = StepPass(self, state, in_place, rows)
         return self.mix(x, run), run.new_state()
 
@@ -112,7 +113,7 @@ class RecurrentMixer(SequenceMixer):
         self, x: Tensor, state: MixerState, in_place: bool = False, rows: PoolRows | None = None
     ) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps`."""
-        self._check_state(state)
+        self._check_state(state, None if rows is not None else len(x))
         run = StepsPass(self, state, x.shape[1], in_place, rows)
         return self.mix(x, run), run.accept
 
@@ -143,10 +144,34 @@ class RecurrentMixer(SequenceMixer):
         q, k = (t.unflatten(-1, (-1, self.qk_head_dim)) for t in (q, k))
         return q, k, v.unflatten(-1, (-1, self.head_dim))
 
-    def _check_state(self, state: object) -> None:
-        """Raise TypeError unless state is None or one of a recurrent mixer."""
-        if state is not None and not isinstance(state, MixerState):
+    def _check_state(self, state: object, sequences: int | None) -> None:
+        """Raise unless state is None or one of a mixer like this, apart from what the operator checks.
+
+        Args:
+            state: the state.
+            sequences: how many it has, (B,); None where its rows are not those of a batch.
+        """
+        if state is None:
+            return
+        if not isinstance(state, MixerState):
             raise TypeError(f"state: got {type(state).__name__}, expected MixerState")
+        convolutions = self._convolutions()
+        if len(state.convolution) != len(convolutions):
+            raise ValueError(
+                f"state.convolution: got {len(state.convolution)} tensors, expected {len(convolutions)}, one for each "
+                "short convolution"
+            )
+        if (state.position is None) == self.has_position:
+            wanted = ("None", "a tensor") if self.has_position else ("a tensor", "None")
+            raise TypeError(f"state.position: got {wanted[0]}, expected {wanted[1]}")
+        if sequences is None or self.context_parallel is not None:  # processes that share steps raise together
+            return
+        for number, (held, conv) in enumerate(zip(state.convolution, convolutions, strict=True)):
+            # Under tensor parallelism a process holds the channels of its heads.
+            channels = held.shape[-1] if hasattr(conv.weight, "device_mesh") else conv.weight.shape[0]
+            check_shape(f"state.convolution[{number}]", held, (sequences, conv.size - 1, channels))
+        if state.position is not None:
+            check_shape("state.position", state.position, (sequences,))
 
 
 def strengths(config: ModelConfig) -> Any:
