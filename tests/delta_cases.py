@@ -73,6 +73,12 @@ class DeltaProblem:
         return replace(self, x=self.x._replace(**leaves), dh=self.dh.to(dtype), dC=self.dC.to(wide))
 
 
+def with_short_gates(p: DeltaProblem) -> DeltaProblem:
+    """The problem with gates in the dtype of q."""
+    assert p.x.log_f is not None
+    return replace(p, x=p.x._replace(log_f=p.x.log_f.to(p.x.q.dtype)))
+
+
 def draw_gates(how: str, x: Tensor, uniform: Tensor) -> Tensor:
     """Log-gates from normal and from uniform numbers: long, medium and short memory, all closed, half, now and then."""
     if how in ("long", "medium", "short"):

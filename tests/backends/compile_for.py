@@ -5,10 +5,11 @@ python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped] [parallel],
 with commas between, gate plain being linear attention without an input gate or a normalizer, and parallel context
 parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
-in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward] [strided], strided being strides that
-no TMA descriptor has; its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With
-[lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is
-compiled. With [parallel] only the kernels of context parallelism are compiled.
+in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward] [strided] [float32] [single], strided
+being strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, and single a call of one
+head; its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the
+kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled.
+With [parallel] only the kernels of context parallelism are compiled.
 """
 
 from __future__ import annotations
@@ -214,16 +215,17 @@ def decoding(backend: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: 
 
 
 def delta_inputs(
-    model: str, B: int, T: int, K: int, V: int, dtype: str, padding: int = 0
+    model: str, B: int, T: int, K: int, V: int, dtype: str, padding: int = 0, gate_dtype: str | None = None, H: int = H
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a call and its further arguments, for gla those of linear attention."""
     gates, reads = MODELS[model]
+    of_gates = getattr(torch, gate_dtype or dtype)
     q, k, v = (torch.randn(B, T, H, d + padding, dtype=getattr(torch, dtype))[..., :d] for d in (K, K, V))
     x: dict[str, Any] = {"q": q, "k": k, "v": v}
     if model != "gla":
-        x["beta"] = torch.rand(B, T, H, dtype=q.dtype)
+        x["beta"] = torch.rand(B, T, H, dtype=of_gates)
     if gates:
-        x["log_f"] = -torch.rand(B, T, H, *[K] * (gates == 2), dtype=q.dtype)
+        x["log_f"] = -torch.rand(B, T, H, *[K] * (gates == 2), dtype=of_gates)
     if reads:
         x["read_key"] = torch.rand_like(k)
     return x, {"read_before_decay": True} if reads else {}
@@ -232,7 +234,9 @@ def delta_inputs(
 def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
     type(DELTA_BACKENDS[backend]).unsupported = lambda self, x: None  # type: ignore[method-assign]
     K, V = int(dqk), int(dhv)
-    x, options = delta_inputs(model, 1, T, K, V, dtype, padding=4 if "strided" in variant else 0)
+    padding, gate_dtype = 4 if "strided" in variant else 0, "float32" if "float32" in variant else None
+    heads = 1 if "single" in variant else H
+    x, options = delta_inputs(model, 1, T, K, V, dtype, padding, gate_dtype, heads)
     options["backend"] = backend
     if "segmented" in variant:
         options |= {"kernel": "segmented", "chunk_size": SEGMENT}
@@ -241,7 +245,7 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
     leaves = {name: t.requires_grad_() for name, t in x.items()}
     operator = tfla.linear_attention if model == "gla" else tfla.delta_rule
     if "state" in variant:
-        C = torch.randn(2 if "packed" in variant else 1, H, K, V, requires_grad=True)
+        C = torch.randn(2 if "packed" in variant else 1, heads, K, V, requires_grad=True)
         h, last = operator(**leaves, initial_state=tfla.State(C), return_state=True, **options)
         outputs, leaves["C"] = [h, last.C], C
     else:

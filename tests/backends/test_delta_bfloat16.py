@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED
-from delta_cases import check_beside_terms, delta_problem
+from delta_cases import check_beside_terms, delta_problem, with_short_gates
 
 pytest.importorskip("triton")
 
@@ -41,4 +41,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("model", "sizes"), SIZES.values(), ids=SIZES.keys())
 def test_problems(model: str, sizes: dict[str, Any]) -> None:
     p = delta_problem(model, B=1, H=1, Hq=1, **sizes, dtype=torch.bfloat16)
+    check_beside_terms(p, solve(p))
+
+
+def test_gates_in_bfloat16() -> None:
+    """How much a tile lets pass is the sum of its gates in float32, in whatever dtype they are."""
+    p = with_short_gates(delta_problem("gdn", gates="long", T=70, B=1, H=1, Hq=1, K=16, V=16, dtype=torch.bfloat16))
     check_beside_terms(p, solve(p))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, error
 from channel_scans import check_scans
-from delta_cases import GATES_WITH_MEMORY, DeltaProblem, check_beside_rounding, delta_problem
+from delta_cases import GATES_WITH_MEMORY, check_beside_rounding, delta_problem, with_short_gates
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, check, inputs, on_hopper, simulation, solve  # noqa: F401
 
 import tfla
@@ -61,12 +61,6 @@ def test_tiles_with_and_without_levels() -> None:
     log_f = p.x.log_f.clone()
     log_f[:, 70:80] = -20.0
     check(dataclasses.replace(p, x=p.x._replace(log_f=log_f)), backward=True)
-
-
-def with_short_gates(p: DeltaProblem) -> DeltaProblem:
-    """The problem with gates in the dtype of q."""
-    assert p.x.log_f is not None
-    return dataclasses.replace(p, x=p.x._replace(log_f=p.x.log_f.to(p.x.q.dtype)))
 
 
 @pytest.mark.parametrize("model", ["kda", "gla"])

@@ -45,8 +45,10 @@ CASES = [
     "plain,64,64,bfloat16",
 ]
 DELTA_CASES = [
-    "gdn,128,128,bfloat16",
+    "gdn,128,128,bfloat16,float32",
+    "gdn,128,128,bfloat16,single",
     "gdn,128,128,bfloat16,packed,state",
+    "gdn,128,256,bfloat16,float32,single",
     "gdn,128,256,bfloat16,packed,state",
     "deltanet,64,128,bfloat16,state",
 ]
@@ -64,18 +66,18 @@ DELTA_SPILLED = {
     "delta_dv_dk_kernel": 96, "delta_dq_dk_kernel": 160,
 }  # fmt: skip
 
-# The same with gates by channel, case by case: addresses and numbers of a tile, once a tile.
+# The same with gates by channel, case by case: addresses and numbers of a tile, once a tile. Some gates are float32.
 NARROW_SCANS = {"channel_h_kernel": 16, "channel_dv_kernel": 0}
 WIDE_SCANS = {"channel_h_kernel": 32, "channel_dv_kernel": 32}
 CHANNEL_SPILLED = {
-    "kda,128,128,bfloat16": {
+    "kda,128,128,bfloat16,float32": {
         "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
     },
     "kda,64,128,bfloat16,packed,state": {"channel_gradients_kernel": 560, **NARROW_SCANS},
-    "kda,96,128,bfloat16,packed,state": {
+    "kda,96,128,bfloat16,packed,state,float32,single": {
         "channel_gradients_kernel": 560, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
     },
-    "gla,256,512,bfloat16": {
+    "gla,256,512,bfloat16,float32": {
         "channel_gradients_kernel": 256, "channel_operands_kernel": 128, **WIDE_SCANS,
     },
     "gla,256,512,bfloat16,packed,state": WIDE_SCANS,

@@ -337,7 +337,8 @@ def gate_gradients(
         if BY_PAIRS:
             decay = 1.0
             if LOW > 0.0:
-                total = tl.sum(tl.reshape(tl.where(inside, finite_log_gate(f, SIGMOID_F), 0.0), reads.shape), 2)
+                log_gate = finite_log_gate(f.to(tl.float32), SIGMOID_F)  # a sum of 16-bit numbers would be rounded
+                total = tl.sum(tl.reshape(tl.where(inside, log_gate, 0.0), reads.shape), 2)
                 decay = tl.exp(2.0 * tl.minimum(total, 0.0).to(tl.float32)).to(tl.float64)  # squared; at most 1
             across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, decay, ROUNDING, LOW)
             if has_end or not USE_FINAL_STATE:
