@@ -10,17 +10,19 @@ import pytest
 from tfla.cli import main
 from tfla.nn import LanguageModel
 
-LAYERS = ["gated_delta_net", "mamba2", "retnet", "attention"]
+# Every mixer but the exponential mLSTM, the default of all other tests of training.
+MIXTURES = [["gated_delta_net", "mamba2", "retnet", "attention"], ["gla", "kda", "mlstm_sig", "delta_net"]]
 
 
 @pytest.mark.parametrize("reset", ["gate", "cu_seqlens"])
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
 def test_a_hybrid_is_trained_and_writes_text(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], reset: str
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: list[str], reset: str
 ) -> None:
     run = str(tmp_path / "run")
     args = [
         "train", "--run", run, "--data.paths", str(texts), "--data.heldout", "0.2", "--model.d-model", "32",
-        "--model.num-blocks", "4", "--model.num-heads", "2", "--model.layers", *LAYERS, "--model.mamba-head-dim", "16",
+        "--model.num-blocks", "4", "--model.num-heads", "2", "--model.layers", *layers, "--model.mamba-head-dim", "16",
         "--model.mamba-state-dim", "8", "--model.window", "16", "--batch-size", "4", "--context", "24",
         "--eval-every", "20", "--checkpoint-every", "10", "--no-tensorboard", "--device", "cpu", "--optim.lr", "1e-2",
         "--reset", reset,
@@ -33,4 +35,4 @@ def test_a_hybrid_is_trained_and_writes_text(
     assert main(["generate", "--checkpoint", run, "--prompt", "gate ", "--max-new-tokens", "5", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("gate ")
     checkpoint = max((tmp_path / "run" / "checkpoints").iterdir())
-    assert LanguageModel.from_pretrained(checkpoint).config.block_mixers == tuple(LAYERS)
+    assert LanguageModel.from_pretrained(checkpoint).config.block_mixers == tuple(layers)
