@@ -26,8 +26,19 @@ class Address:
         self.tensor = weakref.ref(x)
 
 
+class Holder(Address):
+    """A stand-in for one whose address has not been encoded, which has a reference to the tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self.base = x
+
+
+@pytest.mark.parametrize("descriptor", [Address, Holder])
 @pytest.mark.parametrize("smallest", [0, 1 << 20])
-def test_tensors_live_as_long_as_a_step_needs_them(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_live_as_long_as_a_step_needs_them(
+    smallest: int, descriptor: type[Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "RELEASED_BYTES", smallest)
     alive: list[tuple[bool, ...]] = []
     made: list[Any] = []
@@ -50,7 +61,7 @@ def test_tensors_live_as_long_as_a_step_needs_them(smallest: int, monkeypatch: p
     a = recorder.do(lambda x: noted(x + 1), given)
     b = recorder.do(lambda x: noted(x * 2), a)
     recorder.do(look, given)
-    address = recorder.do(Address, b)
+    address = recorder.do(descriptor, b)
     recorder.do(look, given)
     recorder.results = (recorder.do(through_address, address),)
     recorder.do(look, given)

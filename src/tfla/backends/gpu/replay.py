@@ -259,7 +259,8 @@ def with_releases(recorder: LaunchRecorder) -> list[Step]:
     """Return the recorded steps, with one that drops large tensors after each step that is the last to need them.
 
     Launches on one stream run in their order, so memory that is given back after a launch is not written before it ran.
-    A tensor descriptor has an address, so what it was made of is needed as long as it is.
+    A tensor descriptor has an address, so what it was made of is needed as long as it is. Both are dropped together,
+    since one whose address has not been encoded before holds its tensor.
     """
     steps, next_made = recorder.steps, len(recorder.given)
     last: dict[int, int] = {}  # the last step that needs an operand, by its number
@@ -278,7 +279,8 @@ def with_releases(recorder: LaunchRecorder) -> list[Step]:
     for n, i in last.items():
         x = recorder.made[n]
         if n >= len(recorder.given) and n not in kept and isinstance(x, Tensor) and x.nbytes >= RELEASED_BYTES:
-            dropped.setdefault(i, []).append(n)
+            of_it = [descriptor for descriptor, read in sources if n in read]
+            dropped.setdefault(i, []).extend((n, *of_it))
     found: list[Step] = []
     for i, step in enumerate(steps):
         found.append(step)

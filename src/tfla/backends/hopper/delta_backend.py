@@ -48,7 +48,9 @@ def channel_kernels(ctx: ChannelContext) -> ChannelKernels:
         operands=channel_operands.launch if channel_operands.supports(ctx) else None,
         gradients=channel_gradients.launch if channel_gradients.supports(ctx) else None,
     )
-    return kernels._replace(h=channel_h.launch, dv=channel_dv.launch) if channel_states.supports(ctx) else kernels
+    if not channel_states.supports(ctx):
+        return kernels
+    return kernels._replace(h=channel_h.launch, dv=channel_dv.launch, programs=channel_states.grid(ctx)[1])
 
 
 def _kernels() -> ForwardKernels:

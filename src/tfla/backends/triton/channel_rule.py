@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.gpu import reductions, results, sequences
+from tfla.backends.gpu.batch_slices import BatchSlice, batch_slices
 from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, power_of_two, processors
 from tfla.backends.gpu.context import LaunchContext, time_strides
 from tfla.backends.triton import channel_gradients, channel_scans, channel_tiles
@@ -144,6 +145,20 @@ class ChannelContext:
         base = self.base
         return base.new(base.H, base.tiles, base.V, base.K, dtype=self.x.q.dtype)
 
+    def slices(self, kernels: ChannelKernels) -> list[tuple[int, int]]:
+        """Return the batch rows that a backward by these kernels computes one after the other."""
+        base, programs = self.base, kernels.programs
+        if programs is None:
+            return [(0, base.B)]
+        states = 2 * base.H * base.tiles * base.K * base.V * self.x.q.element_size()
+        return batch_slices(base, programs, states)
+
+    def of_rows(self, part: BatchSlice) -> ChannelContext:
+        """Return the context of some batch rows."""
+        return replace(
+            self, base=part.context(self.base), x=part.fields(self.x), beta=part(self.beta), log_f=part(self.log_f)
+        )
+
     def new_dots(self, programs: int) -> Tensor | None:
         """Allocate dv . E for this many parts of dhv, (programs, B, T, H) float32; None where dbeta needs none."""
         base = self.base
@@ -168,6 +183,7 @@ class ChannelKernels(NamedTuple):
     gradients: channel_gradients.Bounded | None = None  # likewise
     h: LaunchH = channel_scans.launch_h
     dv: LaunchDv = channel_scans.launch_dv
+    programs: int | None = None  # of the scans that share a head of a sequence; None: all batch rows at once
 
 
 TRITON = ChannelKernels()
@@ -202,7 +218,7 @@ def forward(ctx: ChannelContext, kernels: ChannelKernels = TRITON) -> DeltaOutpu
 
 
 def backward(
-    ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
+    ctx: ChannelContext, E: Tensor, X: Tensor | None, dh: Tensor, dC: Tensor | None,
     kernels: ChannelKernels = TRITON,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward.
@@ -221,12 +237,13 @@ def backward(
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
     base = sequences.bound(base, grads.q, grads.k, dv, *(() if grads.read_key is None else (grads.read_key,)))
     ctx = replace(ctx, base=base)
-    errors = E if correct else x.v
-    operands = channel_tiles.launch(ctx, X if correct else None, kernels.operands)
-    states = ctx.new_tile_states()
-    kernels.h(ctx, operands, errors, None, None, states, results.dense(base, x.C), None)
-    cotangents, dots = kernels.dv(ctx, operands, dh, errors, dv, results.dense(base, dC), dC0)
-    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, kernels.gradients)
+    errors, X, dC = E if correct else x.v, X if correct else None, results.dense(base, dC)
+    for rows in ctx.slices(kernels):
+        part = BatchSlice(base, *rows)
+        _backward_of_rows(
+            ctx.of_rows(part), part(errors), part(X), part(dh), part(dC), part(dv), part(dC0), part.fields(grads),
+            kernels,
+        )  # fmt: skip
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None
@@ -235,3 +252,25 @@ def backward(
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta, dlog_f, read_key, None, None, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))
+
+
+def _backward_of_rows(
+    ctx: ChannelContext, errors: Tensor, X: Tensor | None, dh: Tensor, dC: Tensor | None, dv: Tensor,
+    dC0: Tensor | None, grads: channel_gradients.Gradients, kernels: ChannelKernels,
+) -> None:  # fmt: skip
+    """Launch the backward of some batch rows.
+
+    Args:
+        ctx: The context of these rows.
+        errors: The prediction errors, or without correction the values, (B, T, H, dhv).
+        X: What the forward stored, or None without correction.
+        dh, dC: The cotangents of h, with dense rows, and of the final states, dense.
+        dv, dC0, grads: The outputs. Operands of scans lie in gradients that the last kernel computes.
+        kernels: The launchers.
+    """
+    base = ctx.base
+    operands = channel_tiles.launch(ctx, X, kernels.operands, (grads.q, grads.k, grads.log_f))
+    states = ctx.new_tile_states()
+    kernels.h(ctx, operands, errors, None, None, states, results.dense(base, ctx.x.C), None)
+    cotangents, dots = kernels.dv(ctx, operands, dh, errors, dv, dC, dC0)
+    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, kernels.gradients)

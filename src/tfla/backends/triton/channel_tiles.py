@@ -16,7 +16,8 @@ The scans (:mod:`.channel_scans`) then need neither gates nor beta:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -203,22 +204,32 @@ class Operands(NamedTuple):
 Bounded = Callable[["ChannelContext", tuple[Any, ...], "Tensor | None", Tensor], None]
 
 
-def launch(ctx: ChannelContext, X: Tensor | None, bounded: Bounded | None = None) -> Operands:
+def launch(
+    ctx: ChannelContext, X: Tensor | None, bounded: Bounded | None = None, memory: Sequence[Tensor] = ()
+) -> Operands:
     """Compute the operands of all tiles.
 
     Args:
         ctx: The context of the call.
         X: The result for X of an earlier call, or None to compute it, with correction.
         bounded: A launcher of other kernels for the tiles that need no levels, or None.
+        memory: Dense tensors that nothing reads before the operands have been read, such as gradients to come. Operands
+            lie in those of their size and dtype.
     """
     base, x = ctx.base, ctx.x
     shape, dtype, correct = (base.B, base.T, base.H), x.q.dtype, ctx.spec.correct
+    of_keys = *shape, base.K
+    free = [t for t in memory if t.dtype == dtype and t.numel() == math.prod(of_keys)]
+
+    def operand() -> Tensor:
+        return base.recorder.reuse(free.pop(), 0, of_keys) if free else base.new(*of_keys, dtype=dtype)
+
     solve = correct and X is None
     if solve:
         X = base.new(*shape, base.L, dtype=correction_dtype(x))
-    q, k = (base.new(*shape, base.K, dtype=dtype) for _ in range(2))
-    r = base.new(*shape, base.K, dtype=dtype) if correct else None
-    k_low = base.new(*shape, base.K, dtype=dtype) if ctx.split_keys else None
+    q, k = operand(), operand()
+    r = operand() if correct else None
+    k_low = operand() if ctx.split_keys else None
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)

@@ -1,0 +1,75 @@
+"""The batch rows that a backward computes at once, so that what it keeps between its kernels is that of a part of them.
+
+The gradients of a call are allocated whole; each slice of batch rows writes its rows of them. What is alive only within
+a backward, such as the states before all tiles, is allocated for one slice after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from tfla.backends.gpu.config import ceil_div, processors
+from tfla.backends.gpu.context import LaunchContext
+
+SMALLEST = 1 << 28  # bytes between kernels below which the launches of further slices are not worth their memory
+
+
+def rounds(ctx: LaunchContext, rows: int, shared_by: int) -> int:
+    """Return in how many rounds the GPU computes the sequences of some batch rows, each by `shared_by` programs."""
+    return ceil_div(rows * ctx.H, max(1, processors(ctx.x.q.device) // shared_by))
+
+
+def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the first row and the end of each slice: as many slices as take the GPU no more rounds than one does.
+
+    Packed sequences are one batch row. Hosts of plans find free memory by themselves.
+
+    Args:
+        ctx: The context of the call.
+        shared_by: How many programs of a scan share a head of a sequence; a multiprocessor has one program at a time.
+        nbytes: The bytes of what is alive between the kernels of all rows.
+    """
+    B = ctx.B
+    size = B
+    if nbytes >= SMALLEST and not ctx.packed and not ctx.recorder.one_pointer_each:
+        whole = rounds(ctx, B, shared_by)
+        size = next(n for n in range(1, B + 1) if ceil_div(B, n) * rounds(ctx, n, shared_by) <= whole)
+    return [(start, min(start + size, B)) for start in range(0, B, size)]
+
+
+class BatchSlice:
+    """Some of the batch rows of a call: a view of each of its tensors.
+
+    Args:
+        ctx: The context of the call.
+        start, stop: The first row, and the one after the last.
+    """
+
+    def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
+        self.recorder, self.start, self.stop = ctx.recorder, start, stop
+        self.whole = (start, stop) == (0, ctx.B)
+        self.views: dict[int, Tensor] = {}  # by the id of the tensor, so that a tensor has one view
+
+    def __call__(self, x: Tensor | None) -> Any:
+        """Return the rows of x, (B, ...), or None for None."""
+        if x is None or self.whole:
+            return x
+        if id(x) not in self.views:
+            self.views[id(x)] = self.recorder.rows(x, self.start, self.stop)
+        return self.views[id(x)]
+
+    def fields(self, x: Any) -> Any:
+        """Return a named tuple of tensors with the rows of each."""
+        return type(x)(*map(self, x))
+
+    def context(self, ctx: LaunchContext) -> LaunchContext:
+        """Return the context of a call of these rows."""
+        if self.whole:
+            return ctx
+        x = self.fields(ctx.x)
+        return dataclasses.replace(
+            ctx, x=x, segments=self.stop - self.start, cu_seqlens=x.log_f, schedule=x.log_f
+        )  # fmt: skip
