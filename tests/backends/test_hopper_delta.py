@@ -225,6 +225,21 @@ def test_same_bits_again() -> None:
     assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
+@pytest.mark.parametrize("sizes", [{"T": 70}, {"lengths": (3, 66)}], ids=["dense", "packed"])
+def test_cotangents_of_initial_states_alone(sizes: dict[str, Any]) -> None:
+    """The scan of Triton gets X from the kernel here, since a forward stores what `saved` says, which has no X."""
+    p = delta_problem("gdn", **{"B": 1, "H": 2, "Hq": 1, "K": 64, "V": 64, **sizes}, dtype=DTYPE)
+    p = dataclasses.replace(p, dC=torch.zeros_like(p.dC))
+    x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
+    out = BACKEND.forward(x, spec)
+    saved = BACKEND.saved(x, True, spec.chunk_size, "fused")
+    assert [(tuple(t.shape), t.dtype) for t in (out.E, out.X, out.chunk_C)] == [*saved]
+    assert saved.X[0] == (0,)
+    for _ in range(2):  # the second call replays the first one's launches
+        found = BACKEND.initial_cotangent(x, out, p.dh.to(DEVICE), spec)
+        assert error(found.cpu(), truth(p)["dC"]) < TOLERANCE[DTYPE]
+
+
 def test_addresses_that_descriptors_do_not_take() -> None:
     """Tensors that begin 8 bytes behind a multiple of 16 are copied."""
     p = delta_problem("gdn", T=70, B=1, K=64, V=64, dtype=DTYPE)

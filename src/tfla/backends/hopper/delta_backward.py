@@ -20,7 +20,7 @@ from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results,
 from tfla.backends.gpu.checkpoints import checkpoint_shape
 from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.hopper import delta_dq_dk, delta_dv, delta_dv_dk, dq_dk, dq_dk_launch, host, scheduler
+from tfla.backends.hopper import delta_dq_dk, delta_dv, delta_dv_dk, delta_solve, dq_dk, dq_dk_launch, host, scheduler
 from tfla.backends.hopper.gate_warp import LOADED, GateVectors
 from tfla.backends.triton import delta
 from tfla.backends.triton.delta import DeltaContext
@@ -33,7 +33,8 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     Args:
         ctx: The context of the call.
         E: The prediction errors, (B, T, H, dhv).
-        X: The corrections, (B, T, H, L).
+        X: The corrections, (B, T, H, L), or (0,) where the forward has not stored them: they are solved for again,
+            and given back before the last scan, which needs the most memory.
         dh: The cotangent of h, (B, T, H, dhv).
         dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
 
@@ -46,6 +47,7 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
     ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dv)))
     base, gates = ctx.base, ctx.gates()
+    X = delta.stored_or_solved(ctx, gates, X, delta_solve.launch)
     C, dC = results.dense(base, x.C), results.dense(base, dC)
     # dv, (D10) to (D13), dq and dk, (D14) to (D16), and what dlog_f, (D17), is made of.
     scan = by_each_reader if base.V > host.STATE_ROWS else by_both_readers
