@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from jax_cases import to_torch
 from tfla.backends.gpu.planning import (
     Allocate,
     Copy,
+    Describe,
     Fill,
     Gather,
     Launch,
@@ -97,8 +99,11 @@ class InterpretedPlan:
             elif isinstance(step, ScaledColumns):
                 columns = [values[n] * f for n, f in zip(step.sources, step.factors, strict=True)]
                 values[step.result] = torch.cat(columns, 1)
+            elif isinstance(step, Describe):  # those of the simulator of Hopper's kernels
+                values[step.result] = copy.copy(step.descriptor)
+                values[step.result].base = values[step.base]
             else:
-                assert isinstance(step, Launch), "the interpreter runs kernels without TMA descriptors"
+                assert isinstance(step, Launch)
                 self.ran.append(step.kernel.__name__)
                 arguments = [*[None if n < 0 else values[n] for n in step.read], *step.numbers]
                 with LOCK:

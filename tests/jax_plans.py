@@ -36,8 +36,11 @@ def forget_plans() -> None:
 
 
 @contextmanager
-def plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let plans run in the interpreter where it is on, and float32 be as exact as it can be."""
+def plans_run(monkeypatch: pytest.MonkeyPatch, architecture: int = 80) -> Iterator[None]:
+    """Let plans run in the interpreter where it is on, and float32 be as exact as it can be.
+
+    Architecture 90 needs the simulator of Hopper's kernels around it.
+    """
     forget_plans()
     monkeypatch.setattr(step_kernels, "AUTOMATIC", True)
     if INTERPRETED:
@@ -45,9 +48,10 @@ def plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         monkeypatch.setattr("tfla.jax.launches.LoweredPlan", InterpretedPlan)
         monkeypatch.setattr(hosting, "PLATFORM", "cpu")
-        monkeypatch.setattr("tfla.jax.launches.unsupported", lambda: None)
+        for check in ("unsupported", "descriptors_unsupported"):
+            monkeypatch.setattr(f"tfla.jax.launches.{check}", lambda: None)
         for module in (kernels, delta_kernels):
-            monkeypatch.setattr(module, "present_gpu", lambda: plans.GPU(80, 1, "ieee"))
+            monkeypatch.setattr(module, "present_gpu", lambda: plans.GPU(architecture, 1, "ieee"))
     with jax.default_matmul_precision("highest"):
         yield
     forget_plans()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -110,6 +111,71 @@ def test_what_is_before_a_document_takes_no_room(window: int | None) -> None:
     near(state.tokens(), [25, 16], 0)
 
 
+STARTS = np.zeros((B, T), bool)
+STARTS[0, [4, 11]] = True
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "starts": {"document_start": STARTS},
+    "packed": {"cu_seqlens": (0, 3, 3, 12, T)},
+    "packed, traced": {"cu_seqlens": np.array([0, 3, 3, 12, T])},
+}
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize(
+    ("documents", "window", "check_vma"),
+    [
+        ("one", None, True),
+        ("starts", 5, True),
+        ("starts", None, False),
+        ("packed", 5, True),
+        ("packed, traced", None, False),
+    ],
+)
+def test_states_over_a_mesh_axis(documents: str, window: int | None, check_vma: bool) -> None:
+    """Outputs, states and gradients are those of one device. Dense sequences go on from the state of earlier tokens."""
+    attention, options = mixer(window=window), dict(DOCUMENTS[documents])
+    static = {"cu_seqlens": options.pop("cu_seqlens")} if documents == "packed" else {}
+    options = {name: jnp.asarray(t) for name, t in options.items()}
+    x = jax.random.normal(jax.random.key(3), (1 if "packed" in documents else B, 9 + T, D), jnp.float64)
+    past, own, state = x[:, :9], x[:, 9:], None
+    if "packed" not in documents:
+        _, state = attention(past, document_start=jnp.zeros((B, 9), bool).at[0, 6].set(True), return_state=True)
+        assert state is not None
+    graph, weights = nnx.split(attention)
+
+    def run(weights: Any, x: Any, state: Any, options: Any, axis: str | None = None) -> Any:
+        return nnx.merge(graph, weights)(
+            x, state, return_state=True, context_parallel=axis, **options, **static
+        )  # fmt: skip
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    steps, whole = jax.sharding.PartitionSpec(None, "x"), jax.sharding.PartitionSpec()
+    divided = {name: steps if name == "document_start" else whole for name in options}
+    specs = jax.tree.map(lambda _: whole, jax.eval_shape(run, weights, own, state, options)[1])
+    part = jax.shard_map(
+        lambda *given: run(*given, axis="x"), mesh=mesh, in_specs=(whole, steps, whole, divided),
+        out_specs=(steps, specs), check_vma=check_vma,
+    )  # fmt: skip
+
+    def total(run: Any, weights: Any, x: Any, caches: Any) -> Any:
+        given = None if state is None else state._replace(k=caches[0], v=caches[1])
+        y, new = run(weights, x, given, options)
+        return jnp.sin(y).sum() + jnp.sin(new.k).sum() + jnp.cos(new.v).sum(), (y, new)
+
+    caches = None if state is None else (state.k, state.v)
+    solved = []
+    for each in (part, run):
+        both = jax.value_and_grad(functools.partial(total, each), argnums=(0, 1, 2), has_aux=True)
+        (_, found), grads = jax.jit(both)(weights, own, caches)
+        solved.append((found, grads))
+    for a, b in zip(*map(jax.tree.leaves, solved), strict=True):
+        near(a, b, 1e-11)
+    states = [new for (_, new), _ in solved]
+    token = jax.random.normal(jax.random.key(4), (len(states[0].k), D), jnp.float64)
+    near(*(attention.step(token, each)[0] for each in states))
+
+
 def test_bad_input() -> None:
     attention, x = mixer(), jnp.zeros((B, T, D))
     _, state = attention(x, return_state=True)
@@ -129,5 +195,3 @@ def test_bad_input() -> None:
         attention(x[:1], jax.tree.map(lambda t: t[:1], state), cu_seqlens=(0, T))
     with pytest.raises(ValueError, match=r"^cu_seqlens: goes from 0 to 3, expected from 0 to T = 20"):
         attention(x[:1], cu_seqlens=(0, 3))
-    with pytest.raises(ValueError, match=r"^state: got one, or return_state, expected neither with context_parallel"):
-        attention(x, return_state=True, context_parallel="x")

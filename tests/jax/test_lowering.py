@@ -163,19 +163,33 @@ OF_TILES = ["decay_operands", "decay_operands", "channel_h_scan"]
 NAMES_BY_CHANNEL = [*OF_TILES, *OF_TILES, "channel_dv_scan", "channel_gradients"]
 
 
+HOPPER = ["chunk_gates", "solve_kernel", "delta_h_kernel", "chunk_gates", "delta_dv_dk_kernel", "delta_dq_dk_kernel"]
+HOPPER_BY_CHANNEL = [
+    "channel_operands_kernel", "solve_kernel", "decay_operands", "channel_h_kernel",
+    "channel_operands_kernel", "decay_operands", "channel_h_kernel", "channel_dv_kernel",
+    "channel_gradients_kernel", "channel_gradients",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("by_channel", "architecture", "names"),
-    [(False, 90, NAMES), pytest.param(True, 80, NAMES_BY_CHANNEL, marks=pytest.mark.compiles)],
+    ("by_channel", "architecture", "backend", "names"),
+    [
+        (False, 90, "triton", NAMES),
+        pytest.param(True, 80, "triton", NAMES_BY_CHANNEL, marks=pytest.mark.compiles),
+        pytest.param(False, 90, "hopper", HOPPER, marks=pytest.mark.compiles),
+        pytest.param(True, 90, "hopper", HOPPER_BY_CHANNEL, marks=pytest.mark.compiles),
+    ],
 )
 def test_calls_of_the_delta_rule(
-    by_channel: bool, architecture: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+    by_channel: bool, architecture: int, backend: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
-    q, gates = jnp.ones((1, 256, 2, 16), jnp.bfloat16), jnp.ones((1, 256, 2))
-    log_f = -jnp.ones((1, 256, 2, 16)) if by_channel else -gates
+    dim = 128 if backend == "hopper" else 16
+    q, gates = jnp.ones((1, 256, 2, dim), jnp.bfloat16), jnp.ones((1, 256, 2))
+    log_f = -jnp.ones((1, 256, 2, dim)) if by_channel else -gates
 
     def loss(q: Any, beta: Any, log_f: Any) -> Any:
-        h, last = tfla.jax.delta_rule(q, q, q, beta, log_f, return_state=True, normalize_qk=True, backend="triton")
+        h, last = tfla.jax.delta_rule(q, q, q, beta, log_f, return_state=True, normalize_qk=True, backend=backend)
         return h.astype(jnp.float32).sum() + last.C.sum()
 
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, gates, log_f)
@@ -185,6 +199,33 @@ def test_calls_of_the_delta_rule(
     check_parameters(found, architecture)
     assert "dot_general" not in module
     assert delta_kernels._plan.cache_info().misses == 2  # a forward and its backward
+    if backend == "hopper":  # warps of a specialized kernel are those of all its partitions
+        assert max(told["threads"] for told, _ in found) >= 320
+        assert any("descriptor" in map(str, (p[0] for p in told["parameters"])) for told, _ in found)
+
+
+def test_the_fastest_backend_of_the_delta_rule_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(architecture: int, dqk: int, backend: str | None = None, **options: Any) -> Any:
+        monkeypatch.setattr(delta_kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
+        q, gate = jnp.ones((1, 64, 2, dqk), jnp.bfloat16), jnp.ones((1, 64, 2))
+        return tfla.jax.explain_delta_rule(q, q, q, gate, -gate, backend=backend, **options)
+
+    assert chosen(90, 128).backend == "chunkwise"
+    assert chosen(90, 128).not_taken["hopper"] == "it runs where it is asked for by name"
+    assert "dqk from 64 to 128" in chosen(90, 256).not_taken["hopper"]
+    monkeypatch.setattr(delta_kernels, "AUTOMATIC", True)
+    found = chosen(90, 128)
+    assert (found.backend, found.kernel) == ("hopper", "fused")
+    assert found.not_taken["triton"] == found.not_taken["chunkwise"] == "it could, but 'hopper' comes before it"
+    assert chosen(90, 256).backend == chosen(80, 128).backend == "triton"
+    found = chosen(90, 128, read_before_decay=True)
+    assert (found.backend, found.not_taken["hopper"]) == ("triton", "it computes reads after the decay only")
+    kernels.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="the kernels for GPUs do not run, it needs compute capability 8.0"):
+        assert chosen(75, 128).backend == "chunkwise"
+    assert chosen(90, 128, kernel="segmented").backend == "chunkwise"
+    with pytest.raises(ValueError, match=r"^backend: 'hopper' cannot run this: it needs a Hopper GPU"):
+        chosen(80, 128, "hopper")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -133,8 +133,8 @@ def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, fields: dict
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_context_parallelism(tmp_path: Path) -> None:
-    """Convolutions get their inputs from the device before."""
-    _, model = models(tmp_path, layers=("gated_delta_net", "mamba2", "retnet"), num_blocks=3)
+    """Convolutions get their inputs from the device before, and attention gathers the keys and values of its state."""
+    _, model = models(tmp_path, layers=("gated_delta_net", "mamba2", "retnet", "attention"), num_blocks=4)
     graph, weights = nnx.split(model)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 

@@ -15,9 +15,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "chunkwise": ("segmented",),
     "reference": reference.KERNELS,
 }
-DELTA_KERNELS: dict[str, tuple[str, ...]] = {
-    "triton": ("fused",), "chunkwise": ("segmented",), "reference": ("recurrent", "parallel")
-}  # fmt: skip
+DELTA_KERNELS: dict[str, tuple[str, ...]] = KERNELS | {"reference": ("recurrent", "parallel")}
 Offsets = Array | np.ndarray | tuple[int, ...]
 
 

@@ -65,10 +65,11 @@ def launch(ctx: LaunchContext, x: Tensor, group: int, out: Tensor | None = None)
 def launch_three_parts(ctx: LaunchContext, parts: tuple[Tensor, Tensor, Tensor], group: int) -> Tensor:
     """Sum three tensors, (B, T, groups * group, D) dense, in float32, and the heads of each group, like `launch`.
 
-    Where `group` is 1 the sum overwrites the first of them.
+    Where `group` is 1 the sum overwrites the first of them, if a launch may read and write a tensor by two parameters.
     """
     B, T, heads, D = parts[0].shape
-    out = parts[0] if group == 1 else ctx.new(B, T, heads // group, D, dtype=parts[0].dtype)
+    overwrites = group == 1 and not ctx.recorder.one_pointer_each
+    out = parts[0] if overwrites else ctx.new(B, T, heads // group, D, dtype=parts[0].dtype)
     _launch(ctx, sum_three_parts, parts, group, out)
     return out
 

@@ -53,7 +53,7 @@ def channel_kernels(ctx: ChannelContext) -> ChannelKernels:
     return kernels._replace(h=channel_h.launch, dv=channel_dv.launch, programs=channel_states.grid(ctx)[1])
 
 
-def _kernels() -> ForwardKernels:
+def forward_kernels() -> ForwardKernels:
     """Return the launchers of a forward."""
     from tfla.backends.hopper import delta_h, delta_solve
     from tfla.backends.triton import delta
@@ -115,7 +115,7 @@ class HopperDelta(TritonDelta):
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
-        return self.run_forward(_for_descriptors(x), spec, _kernels())
+        return self.run_forward(_for_descriptors(x), spec, forward_kernels())
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
@@ -123,7 +123,7 @@ class HopperDelta(TritonDelta):
 
         if spec.kernel == BY_SEGMENTS or _for_descriptors(x) is not x:
             return None
-        return delta.forward_replay(x, spec, _kernels())
+        return delta.forward_replay(x, spec, forward_kernels())
 
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
         """Compute the gradients from the cotangents of h and of the final state."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tfla.backends.delta import DeltaGrads
@@ -99,8 +98,10 @@ def by_both_readers(
         ctx, gates, X, E, dh, dv, dk_w, sums.pairs, checkpoints, final=dC, initial=dC0
     )  # fmt: skip
     dq = base.new(*shape, base.K, dtype=dtype)
-    # A tile of dk overwrites that of dk_w, which it contains.
-    dk = base.new(*shape, base.K, dtype=dtype) if ctx.x.q.shape[3] < rows else dk_w
+    # A tile of dk overwrites that of dk_w, which it contains, where a launch may read and write a tensor by two of its
+    # parameters.
+    apart = ctx.x.q.shape[3] < rows or base.recorder.one_pointer_each
+    dk = base.new(*shape, base.K, dtype=dtype) if apart else dk_w
     sequences.clear(base, dq, dk)
     delta_dq_dk.launch(ctx, gates, E, dh, dv, do_e, dq, dk, dk_w, sums, initial=C)
     pairs = None
@@ -192,8 +193,7 @@ def new_scans(ctx: DeltaContext, gates: Tensor, do_e: Tensor, C: Tensor | None, 
     """
     base, x, columns = ctx.base, ctx.x, host.STATE_ROWS
     if not ctx.gated:
-        zeros = base.do(lambda v: v.new_zeros((), dtype=torch.float32).expand(v.shape[:3]), x.v)
-        gates = gate_kernels.launch(replace(base, x=base.x._replace(log_f=zeros)))
+        gates = gate_kernels.launch(replace(base, x=base.x._replace(log_f=base.zeros(*x.v.shape[:3]))))
     vectors = GateVectors(gates, {"GATES": LOADED.value, **dict.fromkeys(base.gate_forms, False)})
     wide = replace(
         base, x=base.x._replace(log_i=ctx.beta, log_f=do_e), K=host.STATE_ROWS, V=ceil_div(base.V, columns) * columns

@@ -368,7 +368,7 @@ def launch(
     rows, half = ROWS.value, COLUMNS.value // 2
     programs = ceil_div(base.V, COLUMNS.value)
     new = base.zeros if base.packed else base.new  # steps of no sequence are not stored
-    dbeta, do_e = (new(programs, base.B, base.T, base.H) for _ in range(2))
+    dbeta, do_e = (new(1, programs, base.B, base.T, base.H) for _ in range(2))
     base.launch(delta_dv_kernel, host.grid(base, programs),
         host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, dh, half),
         host.descriptor(base, E, half), host.descriptor(base, X, base.L), host.descriptor(base, dv, half), dbeta, do_e,
@@ -377,4 +377,4 @@ def launch(
         DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, IS_VARLEN=base.packed, USE_INITIAL_STATE=final is not None,
         STORE_FINAL_STATE=initial is not None, num_warps=4,
     )  # fmt: skip
-    return tuple(base.do(lambda t: t[0] if programs == 1 else t.sum(0), t) for t in (dbeta, do_e))
+    return base.recorder.sum_of(dbeta, 0), base.recorder.sum_of(do_e, 0)

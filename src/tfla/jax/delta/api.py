@@ -52,9 +52,10 @@ def prepare(
     rule = check_rule(
         x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
     )  # fmt: skip
+    is_open = backend is None and kernel is None
     backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
     # Kernels run packed calls of each device.
-    allowed = ("chunkwise",) if cu_seqlens is None else ("chunkwise", kernels.BACKEND)
+    allowed = ("chunkwise",) if cu_seqlens is None else ("chunkwise", *kernels.BACKENDS)
     checks.check_context_parallel(context_parallel, backend, allowed)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, x.q, context_parallel)
@@ -74,7 +75,10 @@ def prepare(
     offsets = tuple(int(t) for t in cu_seqlens) if concrete else None  # type: ignore[union-attr]
     x = x._replace(C=None if state is None else state.C, cu_seqlens=None if concrete else cu_seqlens)  # type: ignore[arg-type]
     spec = DeltaSpec(rule, backend, kernel, chunk_size, sequences, offsets, context_parallel)
-    return spec, DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+    x = DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+    if is_open and (chosen := kernels.choose(spec, x)) is not None:
+        spec = spec._replace(backend=chosen, kernel="fused")
+    return spec, x
 
 
 def _divide_packed(x: DeltaArrays, rule: Rule, cu_seqlens: Offsets, axis: str) -> tuple[DeltaArrays, Rule]:
@@ -100,7 +104,7 @@ def run(
         parts: those of packed sequences whose states are asked for, on the devices of a mesh axis.
         spec, x: its options and arrays.
     """
-    if spec.backend == kernels.BACKEND:
+    if spec.backend in kernels.BACKENDS:
         h, C = kernels.compute(kernels.prepare(spec, x, bool(return_state)), spec, x)
     else:
         h, C = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
@@ -166,7 +170,7 @@ def delta_rule(
         initial_state: the state before the first step of each sequence, with n and m None; None is zero.
         return_state: also return the state after the last step.
         cu_seqlens, chunk_size: as in :func:`mlstm`.
-        backend: "chunkwise"; "triton", the kernels for NVIDIA GPUs from Ampere on, for bfloat16; or "reference" for the
+        backend: "chunkwise"; "hopper" and "triton", the kernels for NVIDIA GPUs, for bfloat16; or "reference" for the
             equations as they are written, which also have derivatives in forward mode. None is "chunkwise".
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`.

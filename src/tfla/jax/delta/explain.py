@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 from jax import Array
 
 from tfla.backends.delta import BetaActivation, GateActivation
-from tfla.jax import kernels as gpu_kernels
 from tfla.jax.choice import DELTA_KERNELS, Offsets
 from tfla.jax.delta import kernels
 from tfla.jax.delta.api import prepare
 from tfla.jax.delta.chunkwise import stored_states, tile_steps
 from tfla.jax.delta.inputs import DeltaArrays
-from tfla.jax.plans import signature
 from tfla.jax.state import State
 from tfla.ops.explain import Explanation
 
@@ -70,14 +66,10 @@ def explain_delta_rule(
         sequences = None if cu_seqlens is None else spec.sequences
         rows = stored_states(spec.chunk_size, x.v.shape[1], x.v.shape[0], sequences)
         details = {"tile": tile_steps(x.v.shape[1], spec.chunk_size)}
-    elif spec.backend == kernels.BACKEND:
+    elif spec.backend in kernels.BACKENDS:
         rows, details = kernels.describe(kernels.prepare(spec, x, bool(return_state)), spec, x)
     why = f"it could, but {spec.backend!r} " + ("was asked for" if backend is not None else "comes before it")
     others = {name: why for name in DELTA_KERNELS if name != spec.backend}
-    if spec.backend != kernels.BACKEND:
-        gpu, reason = gpu_kernels.present_gpu(), "it needs an NVIDIA GPU, JAX has none"
-        if gpu is not None:
-            shapes = jax.eval_shape(functools.partial(kernels.arrays_of, spec), x)
-            reason = kernels.unsupported(gpu, signature(shapes)) or "it runs where it is asked for by name"
-        others[kernels.BACKEND] = reason
+    otherwise = why if kernels.AUTOMATIC or backend is not None else "it runs where it is asked for by name"
+    others |= {n: reason or otherwise for n, reason in kernels.reasons(spec, x).items() if n != spec.backend}
     return Explanation(spec.backend, spec.kernel, spec.chunk_size, rows, details, others)

@@ -1,6 +1,6 @@
 """The kernels for GPUs of the delta rule under JAX: plans of their launches, and the gradient.
 
-As in :mod:`tfla.jax.kernels`, the launch code is that of PyTorch's Triton backend, planned once for each signature. The
+As in :mod:`tfla.jax.kernels`, the launch code is that of PyTorch's backends, planned once for each signature. The
 kernels run where they are asked for by name.
 """
 
@@ -19,10 +19,11 @@ from tfla.jax.delta import chunkwise
 from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
 from tfla.jax.hosting import by_batch, on_platform, with_empty, without_empty
 from tfla.jax.inputs import vary_alike
-from tfla.jax.kernels import present_gpu
+from tfla.jax.kernels import BACKENDS, present_gpu, warn_once
 from tfla.jax.plans import GPU, Signature, result_signature, signature, torch_inputs
+from tfla.ops.delta_dispatch import READS_AFTER
 
-BACKEND = "triton"
+AUTOMATIC = False  # whether backend=None takes the kernels; until they are measured, they are taken by name alone
 
 
 class KernelArrays(NamedTuple):
@@ -31,8 +32,8 @@ class KernelArrays(NamedTuple):
     q: Array  # (B, T, Hq, dqk)
     k: Array  # (B, T, Hq, dqk)
     v: Array  # (B, T, H, dhv)
-    beta: Array  # (B, T, H) float32
-    log_f: Array | None  # (B, T, H) or (B, T, H, dqk) float32
+    beta: Array  # (B, T, H), float32 or the dtype of q
+    log_f: Array | None  # (B, T, H) or (B, T, H, dqk), float32 or the dtype of q; kernels clamp it
     read_key: Array | None  # (B, T, Hq, dqk)
     C: Array | None  # (N, H, dqk, dhv) float32
     cu_seqlens: Array | None  # (N + 1,) int
@@ -41,6 +42,7 @@ class KernelArrays(NamedTuple):
 class KernelSpec(NamedTuple):
     """The options of one call, all of them static."""
 
+    backend: str
     gpu: GPU
     options: Any  # tfla.backends.delta.DeltaSpec
     plain: DeltaSpec  # of the same call in the chunkwise form
@@ -70,8 +72,8 @@ def _torch_inputs(given: Signature) -> Any:
 
 
 @functools.lru_cache(1024)
-def unsupported(gpu: GPU, given: Signature) -> str | None:
-    """Return why the kernels do not run these inputs on a GPU, or None."""
+def unsupported(backend: str, gpu: GPU, given: Signature, read_before_decay: bool) -> str | None:
+    """Return why the kernels of a backend do not run these inputs on a GPU, or None."""
     from tfla.backends import DELTA_BACKENDS
     from tfla.backends.gpu import runtime
     from tfla.jax import launches
@@ -83,8 +85,41 @@ def unsupported(gpu: GPU, given: Signature) -> str | None:
     from tfla.backends.gpu.planning import planning
 
     with planning(runtime.PlannedGPU(*gpu)):
-        reason = DELTA_BACKENDS[BACKEND].unsupported(_torch_inputs(given))
+        reason = DELTA_BACKENDS[backend].unsupported(_torch_inputs(given))
+    if reason is None and read_before_decay and not DELTA_BACKENDS[backend].reads_before_decay:
+        reason = READS_AFTER
     return launches.descriptors_unsupported() if reason is None and gpu.architecture == 90 else reason
+
+
+def reasons(spec: DeltaSpec, x: DeltaArrays) -> dict[str, str | None]:
+    """Return for each backend with kernels why it does not run a checked call here, or None where it does."""
+    gpu = present_gpu()
+    if gpu is None:
+        return dict.fromkeys(BACKENDS, "it needs an NVIDIA GPU, JAX has none")
+    given = signature(jax.eval_shape(functools.partial(arrays_of, spec), x))
+    return {name: unsupported(name, gpu, given, spec.rule.read_before_decay) for name in BACKENDS}
+
+
+def choose(spec: DeltaSpec, x: DeltaArrays) -> str | None:
+    """Return the fastest backend with kernels that run a checked call, or None; a warning then says why, on a GPU."""
+    if not AUTOMATIC or present_gpu() is None or 0 in x.q.shape or spec.axis is not None:
+        return None
+    found = reasons(spec, x)
+    chosen = next((name for name, reason in found.items() if reason is None), None)
+    if chosen is None:
+        warn_once(str(found["triton"]))
+    return chosen
+
+
+def _launch_code(backend: str) -> tuple[Any, Any]:
+    """Return the launchers of a forward, and the backward of a call with at most one gate a step."""
+    if backend == "triton":
+        from tfla.backends.triton import delta
+
+        return delta.KERNELS, delta.backward
+    from tfla.backends.hopper import delta_backend, delta_backward
+
+    return delta_backend.forward_kernels(), delta_backward.backward
 
 
 @functools.lru_cache(256)
@@ -100,13 +135,14 @@ def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
     with planning.planning_side_by_side(runtime.PlannedGPU(*spec.gpu)):
         x, more = _torch_inputs(given[:8]), torch_inputs(given[8:])
         recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
+        kernels, backward = _launch_code(spec.backend)
         if forward:
-            plan = recorder.finish(delta.launch_forward(recorder, x, spec.options)[:4])
+            plan = recorder.finish(delta.launch_forward(recorder, x, spec.options, kernels)[:4])
             if spec.options.save:
                 h, C, *saved = result_signature(plan)
                 _plan(spec, (*given, *saved, h, C if spec.options.final_state else None), False)
             return LoweredPlan(plan)
-        grads = delta.launch_backward(recorder, x, spec.options, *more)
+        grads = delta.launch_backward(recorder, x, spec.options, *(*more, backward, kernels.by_channel))
         return LoweredPlan(
             recorder.finish([g for g, t in zip(grads, x, strict=False) if g is not None and t is not None])
         )
@@ -217,19 +253,24 @@ gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
-    """Return the arrays that kernels read: without activations, gates and a read key only where there are some."""
-    x: DeltaInputs = activated(spec.rule, given, spec.sequences)
-    log_f: Array | None = x.log_f
-    if spec.rule.read_before_decay:  # its kernels have gates by channel
+    """Return the arrays that kernels read: without activations, gates and a read key only where there are some.
+
+    Write strengths and gates without an activation that have the dtype of q are read as they are.
+    """
+    rule = spec.rule
+    x: DeltaInputs = activated(rule, given, spec.sequences)
+    beta, log_f = x.beta, None
+    if rule.beta_activation == "none" and given.beta is not None and given.beta.dtype == x.q.dtype:
+        beta = given.beta
+    if given.log_f is not None:
+        as_given = rule.gate_activation == "none" and given.log_f.dtype == x.q.dtype
+        log_f = given.log_f if as_given else x.log_f if given.log_f.ndim == 4 else x.log_f[..., 0]
+    if rule.read_before_decay and (log_f is None or log_f.ndim == 3):  # its kernels have gates by channel
         log_f = jnp.broadcast_to(x.log_f, (*x.v.shape[:3], x.q.shape[3]))
-    elif given.log_f is None:
-        log_f = None
-    elif given.log_f.ndim == 3:
-        log_f = x.log_f[..., 0]
     offsets = x.cu_seqlens if spec.offsets is None else jnp.asarray(spec.offsets, jnp.int32)
     return KernelArrays(
-        x.q, x.k, x.v, x.beta, log_f, None if given.read_key is None else x.read_key,
-        None if given.C is None else x.C, offsets,
+        x.q, x.k, x.v, beta, log_f, None if given.read_key is None else x.read_key, None if given.C is None else x.C,
+        offsets,
     )  # fmt: skip
 
 
@@ -239,13 +280,9 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
     Raises:
         ValueError: they do not run these inputs here.
     """
-    gpu = present_gpu()
-    reason: str | None = "it needs an NVIDIA GPU, JAX has none"
-    if gpu is not None:
-        shapes = jax.eval_shape(functools.partial(arrays_of, spec), x)
-        reason = unsupported(gpu, signature(shapes))
+    gpu, reason = present_gpu(), reasons(spec, x)[spec.backend]
     if gpu is None or reason is not None:
-        raise ValueError(f"backend: {BACKEND!r} cannot run this: {reason}")
+        raise ValueError(f"backend: {spec.backend!r} cannot run this: {reason}")
     from tfla.backends.delta import DeltaSpec as TorchSpec
 
     rule = spec.rule
@@ -254,7 +291,7 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
         kernel=spec.kernel, save=True, final_state=return_state,
     )  # fmt: skip
     plain = spec._replace(backend="chunkwise", kernel="segmented", chunk_size=CHUNK, offsets=None)
-    return KernelSpec(gpu, options, plain)
+    return KernelSpec(spec.backend, gpu, options, plain)
 
 
 def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int, dict[str, object]]:
@@ -264,7 +301,7 @@ def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int,
     from tfla.backends.gpu.planning import planning
 
     inputs = _torch_inputs(signature(jax.eval_shape(functools.partial(arrays_of, spec), x)))
-    backend, options = DELTA_BACKENDS[BACKEND], kernels.options
+    backend, options = DELTA_BACKENDS[kernels.backend], kernels.options
     with planning(runtime.PlannedGPU(*kernels.gpu)):
         saved = backend.saved(inputs, options.correct, options.chunk_size, options.kernel)
         return saved.chunk_C[0][0], backend.details(inputs, options.chunk_size, options.kernel)

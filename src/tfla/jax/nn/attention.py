@@ -17,6 +17,7 @@ from tfla.jax.nn.layers import projection
 from tfla.jax.nn.recurrent import by_heads, input_projection
 from tfla.jax.nn.rotary import rotate_both
 from tfla.jax.nn.short_convolution import Documents
+from tfla.jax.spans import of_last_device
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import output_std
 
@@ -120,17 +121,17 @@ class Attention(nnx.Module):
     ) -> tuple[Array, KeyValues | None]:
         """Mix whole sequences; arguments and results are those of :meth:`tfla.jax.nn.MLSTM.__call__`.
 
+        With context_parallel a state is the same on all devices: it has the keys and values of all their steps.
+
         Raises:
             ValueError: cu_seqlens is given together with a state or with document_start, or a state has room for more
-                tokens, or is given or requested with context_parallel.
+                tokens.
         """
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         q, k, v = self._queries_keys_values(x)
         T, own = x.shape[1], jnp.arange(x.shape[1])
         if context_parallel is not None:
-            if state is not None or return_state:
-                raise ValueError("state: got one, or return_state, expected neither with context_parallel in attention")
             own += jax.lax.axis_index(context_parallel) * T
             T *= jax.lax.axis_size(context_parallel)
             document_start, v = (_gathered(t, context_parallel) for t in (document_start, v))
@@ -157,9 +158,12 @@ class Attention(nnx.Module):
         if not return_state:
             return y, None
         if cu_seqlens is not None:
-            return y, self._packed_state(k, v, cu_seqlens)
-        is_whole = document_start is None and (state is None or state.start is None)
-        return y, self._new_state(k, v, None if is_whole else first[:, -1] + past)
+            new = self._packed_state(k, v, cu_seqlens)
+        else:
+            is_whole = document_start is None and (state is None or state.start is None)
+            new = self._new_state(k, v, None if is_whole else first[:, -1] + past)
+        # All devices have gathered the same state, but not so that the types of `jax.shard_map` say it.
+        return y, new if context_parallel is None else of_last_device(new, context_parallel)
 
     def step(self, x: Array, state: KeyValues) -> tuple[Array, KeyValues]:
         """Mix one token of each sequence.
