@@ -4,8 +4,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses auto
 TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
+TRANSFORMERS := transformers-$(shell sed -n 's/^transformers==//p' constraints.txt)
+LAYERS ?= mlstm_exp gated_delta_net
 
-.PHONY: demo test kernels lint docs triton-versions clean
+.PHONY: demo test common-tests kernels lint docs triton-versions clean
 .PRECIOUS: $(VENV)/triton-%
 
 demo: $(VENV)/train  ## train a small language model on this Python's own standard library, about two minutes
@@ -14,6 +16,9 @@ demo: $(VENV)/train  ## train a small language model on this Python's own standa
 test: $(VENV)/dev  ## everything that runs without a GPU
 	$(PYTEST) --dist loadfile -m "not compiles and not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+
+common-tests: $(VENV)/$(TRANSFORMERS).tar.gz  ## transformers' common tests of models on this library's model, with mixers LAYERS
+	$(BIN)/python tests/integrations/transformers/common_model_tests.py $< --layers $(LAYERS)
 
 kernels: $(VENV)/dev  ## every kernel compiles for every supported GPU and fits it, without a GPU
 	$(BIN)/python -m pytest -m compiles  # each test has a process for each core
@@ -40,6 +45,9 @@ $(VENV)/bin/python:
 $(VENV)/%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable ".[$*]"
 	@touch $@
+
+$(VENV)/$(TRANSFORMERS).tar.gz: | $(VENV)/dev  # the installed package has no tests
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary transformers --dest $(VENV) $(TRANSFORMERS:transformers-%=transformers==%)
 
 $(VENV)/triton-%: | $(VENV)/dev  # goes before what is installed in the venv; interpreters before 3.7 need an older NumPy
 	rm -rf $@.new

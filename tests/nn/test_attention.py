@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tfla.nn import Attention, KeyValues, ModelConfig
 from tfla.nn.mixers.attend import attend, attend_alone
@@ -120,6 +122,36 @@ def test_packed_sequences(options: dict[str, Any], lengths: list[int], seed: int
         check(layer(more, state)[0], torch.stack(expected))
         check(in_steps(layer, more, state.reserve(max(lengths) + 7)), torch.stack(expected))
         check(in_steps(layer, more, state), torch.stack(expected))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_no_tensor_has_an_element_for_each_query_and_key(packed: bool, window: int | None, sinks: bool) -> None:
+    """Forward and backward have the logits of a block of 256 queries at a time, here an eighth of all."""
+    T = 2048
+    layer = build({"num_kv_heads": 1, "window": window, "attention_sinks": sinks}, 0)
+    start = torch.zeros(1, T, dtype=torch.bool)
+    start[0, [5, 700]] = True
+    documents = {"cu_seqlens": torch.tensor([0, 5, 700, T])} if packed else {"document_start": start}
+    with LargestTensor() as blocks:
+        layer(inputs(1, T, seed=0).requires_grad_(), **documents)[0].sum().backward()
+    with LargestTensor() as whole, torch.no_grad():
+        dense(layer, inputs(1, T, seed=0), start.cumsum(1))
+    assert whole.elements >= HEADS * T * T
+    assert blocks.elements <= HEADS * 256 * (T + 1)  # with the logit of the sink
 
 
 def in_steps(layer: Attention, x: Tensor, state: KeyValues) -> Tensor:
