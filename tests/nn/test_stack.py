@@ -435,6 +435,8 @@ ROW = torch.zeros(1, 3)
         ("lengths: got a tensor of torch.float32", {"lengths": torch.ones(2)}),
         (r"lengths: got shape \(2, 1\)", {"lengths": torch.ones(2, 1, dtype=torch.int64)}),
         ("cu_seqlens: got it with 2 rows", {"cu_seqlens": torch.tensor([0, 3])}),
+        ("lengths: got device meta, expected that", {"lengths": torch.tensor([3, 3], device="meta")}),
+        ("cu_seqlens: got device meta, expected that", {"x": ROW, "cu_seqlens": torch.tensor([0, 3], device="meta")}),
         ("cu_seqlens: got 1 offsets", {"x": torch.zeros(1, 3), "cu_seqlens": torch.tensor([0])}),
         ("cu_seqlens: got from 0 to 4, expected from 0 to 3", {"x": ROW, "cu_seqlens": torch.tensor([0, 4])}),
         ("cu_seqlens: got from -1 to 3, expected from 0 to 3", {"x": ROW, "cu_seqlens": torch.tensor([-1, 3])}),
@@ -463,6 +465,9 @@ def test_reverse_sequences_refuses(error: str, arguments: dict[str, Any]) -> Non
         ("forget_gate_bias: got str, expected a number", {"forget_gate_bias": (1.0, "x")}),
         ("forget_gate_bias: got inf, expected a finite number", {"forget_gate_bias": (1.0, math.inf)}),
         ("input_gate_bias: got str, expected a number", {"input_gate_bias": "x"}),
+        ("device: got 'gpu', expected 'cpu'", {"device": "gpu"}),
+        ("dtype: got torch.int32, expected one of", {"dtype": torch.int32}),
+        ("dtype: got torch.complex64, expected one of", {"dtype": torch.complex64}),
     ],
 )
 def test_constructor_refuses(error: str, arguments: dict[str, Any]) -> None:
@@ -504,6 +509,7 @@ PACKED = pack_sequence([torch.zeros(n, INPUT) for n in (4, 2)])
         ),
         ("lengths: got a tensor, expected None", {"input": torch.zeros(4, INPUT), "lengths": torch.tensor([4])}),
         (r"lengths: got shape \(4,\), expected \(2,\)", {"lengths": torch.tensor([4] * 4)}),
+        ("lengths: got device meta, expected that of the input", {"lengths": torch.tensor([4, 2], device="meta")}),
         ("document_start: got a tensor of torch.float32", {"document_start": torch.zeros(4, 2)}),
         (r"document_start: got shape \(2, 4\), expected \(4, 2\)", {"document_start": torch.zeros(2, 4).bool()}),
     ],

@@ -103,6 +103,7 @@ def reverse_sequences(x: Tensor, *, lengths: Tensor | None = None, cu_seqlens: T
     _check_integers("cu_seqlens", cu_seqlens)
     if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: got {len(cu_seqlens)} offsets, expected at least 2")
+    _check_has_values("cu_seqlens", cu_seqlens, x)
     if _is_readable(cu_seqlens):
         _check_values_of_offsets(cu_seqlens, x.shape[1])
     return Sequences(cu_seqlens=cu_seqlens.to(x.device, torch.int64)).reverse(x)
@@ -120,7 +121,14 @@ def check_lengths(lengths: Tensor, x: Tensor) -> Tensor:
         low, high = (int(n) for n in torch.aminmax(lengths))
         if low < 0 or high > x.shape[1]:
             raise ValueError(f"lengths: got from {low} to {high}, expected from 0 to {x.shape[1]}, the steps of a row")
+    _check_has_values("lengths", lengths, x)
     return lengths.to(x.device, torch.int64)
+
+
+def _check_has_values(name: str, given: Tensor, x: Tensor) -> None:
+    """Raise if a tensor is on the meta device, and x is not."""
+    if given.device.type == "meta" != x.device.type:
+        raise ValueError(f"{name}: got device meta, expected that of the input, {x.device}")
 
 
 def _is_readable(x: Tensor) -> bool:

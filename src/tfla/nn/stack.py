@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from tfla._util.device import check_device
 from tfla._util.shapes import check_shape, state_parts
 from tfla.nn.layers import (
     GatePreactivation,
@@ -20,7 +21,7 @@ from tfla.nn.layers import (
     reset_forget_gate,
 )
 from tfla.nn.sequences import Sequences, check_lengths, packed_places
-from tfla.nn.validation import check_int, check_number, describe
+from tfla.nn.validation import check_int, check_number, check_weights_dtype, describe
 from tfla.ops.api import mlstm
 from tfla.ops.autocast import autocast_dtype
 from tfla.ops.checks import check_input_gate
@@ -175,6 +176,8 @@ class MLSTMStack(nn.Module):
             raise TypeError(f"forget_gate_bias: got {forget_gate_bias!r}, expected two numbers")
         for end in forget_gate_bias:
             check_number("forget_gate_bias", end)
+        device = None if device is None else check_device(device)
+        check_weights_dtype(dtype)
         self.input_size, self.hidden_size, self.num_layers, self.num_heads = (
             input_size,
             hidden_size,
@@ -306,6 +309,8 @@ class MLSTMStack(nn.Module):
         """Raise unless the arguments of :meth:`forward` fit, apart from values and from the tensor of lengths."""
         if not isinstance(data, Tensor):
             raise TypeError(f"input: got {describe(data)}, expected a tensor or a PackedSequence")
+        if data.is_nested:
+            raise TypeError("input: got a nested tensor, expected a tensor or a PackedSequence")
         weight = next(self.parameters())
         if data.dtype != weight.dtype and autocast_dtype(data.device.type) is None:
             raise TypeError(f"input: got dtype {data.dtype}, expected that of the parameters, {weight.dtype}")

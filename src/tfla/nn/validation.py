@@ -66,15 +66,20 @@ def check_inputs(
         check_num_entries(state, blocks)
     if cu_seqlens is not None:
         check_offsets(cu_seqlens, ids, name="ids")
+    check_document_start(document_start, cu_seqlens, ids.shape, "ids")
+
+
+def check_document_start(document_start: object, cu_seqlens: object, shape: tuple[int, ...], name: str) -> None:
+    """Raise unless document_start is None, or a bool tensor of the shape (B, T) of the tokens ``name``, and alone."""
     if document_start is None:
         return
     if cu_seqlens is not None:
         raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
     if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
         raise TypeError(f"document_start: got {describe(document_start)}, expected a bool tensor")
-    if document_start.shape != ids.shape:
+    if document_start.shape != shape:
         raise ValueError(
-            f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
+            f"document_start: got shape {tuple(document_start.shape)}, expected that of {name}, {tuple(shape)}"
         )
 
 

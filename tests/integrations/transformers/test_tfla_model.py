@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,47 @@ def test_lora_of_all_linear_layers_but_soft_capped_gates_is_merged_exactly(layer
 def test_tokens_that_do_not_fit_are_named(change: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         make(("mlstm_exp",))(change(draw(2, 5)))
+
+
+STARTS = torch.tensor([[True, False, True, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens": [0, 2, 5]}, "cu_seqlens: got list, expected an int32 or int64 tensor"),
+        ({"cu_seqlens": torch.tensor([0, 2, 4])}, "cu_seqlens: goes from 0 to 4, expected from 0 to T = 5"),
+        (
+            {"cu_seqlens": torch.tensor([0, 2, 5]), "cu_seq_lens_q": torch.tensor([0, 3, 5])},
+            "cu_seqlens: got it together with cu_seq_lens_q",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 2, 5]), "document_start": STARTS},
+            "document_start: got it together with cu_seqlens",
+        ),
+        ({"document_start": STARTS.long()}, "document_start: got a tensor of torch.int64, expected a bool tensor"),
+        (
+            {"document_start": STARTS[:, :4]},
+            r"document_start: got shape \(1, 4\), expected that of input_ids, \(1, 5\)",
+        ),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, r"position_ids: got shape \(1, 4\), expected \(1, 5\)"),
+        ({"position_ids": torch.zeros(2, 5)}, r"position_ids: got shape \(2, 5\), expected \(1, 5\)"),
+        ({"labels": torch.ones(1, 4, dtype=torch.int64)}, r"labels: got shape \(1, 4\), expected \(1, 5\)"),
+        ({"labels": torch.ones(1, 5)}, "labels: got a tensor of torch.float32, expected an int64 tensor"),
+        ({"labels": torch.tensor([[1, 2, 999, 3, -100]])}, "labels: got 999, expected -100 or from 0 to "),
+        ({"labels": torch.tensor([[1, 2, -1, 3, -100]])}, "labels: got -1, expected -100 or from 0 to "),
+        ({"logits_to_keep": -2}, "logits_to_keep: got -2, expected at least 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:
+    """Of two that say where documents start, one was read; positions of another shape were not read at all."""
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        make(("gla",))(draw(1, 5), **arguments)
+
+
+def test_a_model_of_another_kind_is_not_converted() -> None:
+    with pytest.raises(TypeError, match=r"^model: got TflaForCausalLM, expected a LanguageModel"):
+        TflaForCausalLM.from_language_model(make(("gla",)))  # type: ignore[arg-type]
 
 
 def test_config_has_the_fields_of_a_model_config() -> None:

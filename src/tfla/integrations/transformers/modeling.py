@@ -20,7 +20,8 @@ from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
 from tfla.nn.block import Block
 from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
 from tfla.nn.model import LanguageModel
-from tfla.nn.validation import check_ids, embed
+from tfla.nn.validation import check_document_start, check_ids, embed
+from tfla.ops.checks import check_offsets
 
 Rows = dict[str, Tensor | None]  # the documents of a call, as the blocks take them
 
@@ -137,8 +138,8 @@ class TflaModel(TflaPreTrainedModel):
         else:
             check_ids(input_ids, "(B, T)", 2, "input_ids")
             x = embed(self.embedding, input_ids, "input_ids")
+        name = "inputs_embeds" if input_ids is None else "input_ids"
         if x.shape[1] < 1:
-            name = "inputs_embeds" if input_ids is None else "input_ids"
             raise ValueError(f"{name}: got T = 0, expected at least 1")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -150,7 +151,13 @@ class TflaModel(TflaPreTrainedModel):
             cache = TflaCache()
         if cache is not None and not isinstance(cache, TflaCache):
             raise ValueError(f"past_key_values: got {type(cache).__name__}, expected a TflaCache of this model")
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        other = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is not None and other is not None:
+            raise ValueError("cu_seqlens: got it together with cu_seq_lens_q, its other name, expected one of them")
+        cu_seqlens = other if cu_seqlens is None else cu_seqlens
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens, x, name)
+        check_document_start(document_start, cu_seqlens, x.shape[:2], name)
         if cache is not None:
             cache.check_fits(x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, len(self.blocks))
         state = None if cache is None else cache.state
@@ -160,7 +167,7 @@ class TflaModel(TflaPreTrainedModel):
                 raise ValueError("attention_mask: got padding together with documents, expected at most one of them")
             x, document_start = aligned.arrange(x), aligned.document_start
         elif cu_seqlens is None and document_start is None:
-            document_start = _starts(position_ids, x)
+            document_start = _starts(position_ids, x, continues=state is not None)
         rows: Rows = {"document_start": document_start, "cu_seqlens": cu_seqlens}
 
         hidden_states, states = [], []
@@ -231,7 +238,12 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         Returns:
             loss with labels; logits (B, T, vocab_size), soft-capped, float32 or float64; past_key_values with
             ``use_cache``; hidden_states if requested.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected at least 0")
         out = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **(kwargs | {"return_dict": True}),
@@ -241,6 +253,7 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         logits = soft_cap(at_least_float32(logits), self.config.logit_soft_cap)
         loss = None
         if labels is not None:
+            _check_labels(labels, logits, kwargs.get("ignore_index", -100))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
@@ -285,12 +298,31 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         Args:
             model: the model.
             kwargs: further arguments of :class:`TflaConfig`, such as ``eos_token_id``.
+
+        Raises:
+            TypeError: model is no LanguageModel.
         """
+        if not isinstance(model, LanguageModel):
+            raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel of tfla.nn")
         with torch.device("meta"):
             found = cls(TflaConfig(**model.config.to_dict(), **kwargs))
         tensors = model.state_dict()
         found.load_state_dict({name: tensors[own_name(name)] for name in found.state_dict()}, assign=True)
         return found
+
+
+def _check_labels(labels: Tensor, logits: Tensor, ignored: int) -> None:
+    """Raise unless labels (B, T) fit the logits (B, T, vocab_size); values on a GPU are not read."""
+    check_ids(labels, "(B, T)", 2, "labels")
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}, that of logits")
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = labels[((labels < 0) | (labels >= logits.shape[-1])) & (labels != ignored)]
+    if len(wrong):
+        raise ValueError(
+            f"labels: got {int(wrong[0])}, expected {ignored} or from 0 to {logits.shape[-1] - 1}, the vocabulary"
+        )
 
 
 def _check_cache_implementation(given: str | None) -> None:
@@ -307,10 +339,22 @@ def own_name(name: str) -> str:
     return name.removeprefix("model.").replace("lm_head.", "unembedding.")
 
 
-def _starts(position_ids: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return where documents start (B, T) bool by positions; None where no document starts after the first token."""
-    if position_ids is None or position_ids.shape[-1] != x.shape[1]:
+def _starts(position_ids: Tensor | None, x: Tensor, continues: bool) -> Tensor | None:
+    """Return where documents start (B, T) bool by positions; None where no document starts after the first token.
+
+    Args:
+        position_ids: (B, T) or (1, T) int64, or None.
+        x: (B, T, d_model), the embeddings.
+        continues: whether tokens of a cache come before, of which some callers give the positions too.
+
+    Raises:
+        ValueError: positions have another shape.
+    """
+    if position_ids is None or (continues and position_ids.shape[-1] != x.shape[1]):
         return None
+    B, T = x.shape[:2]
+    if tuple(position_ids.shape) not in ((B, T), (1, T), (T,)):
+        raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected ({B}, {T})")
     starts = (position_ids == 0).expand(x.shape[:2])
     if not torch.compiler.is_compiling() and not bool(starts[:, 1:].any()):
         return None
