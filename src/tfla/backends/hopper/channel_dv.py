@@ -102,9 +102,7 @@ def run_load_warp(K, K_low, DO, E, P, shared, params, config):
             s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             mbarrier.expect(bar, nbytes)
             at = scheduler.tile_coordinates(b, h, t, 0, end, params)
-            pipeline.async_load(K, at, bar, shared.k.index(s))
-            if config.SPLIT:
-                pipeline.async_load(K_low, at, bar, shared.k_low.index(s))
+            channel_states.load_keys(K, K_low, at, bar, shared, s, config)
             pipeline.async_load(P, at, bar, shared.p.index(s))
             for half in gl.static_range(2):
                 of_half = scheduler.tile_coordinates(b, h, t, column + 64 * half, end, params)
@@ -194,7 +192,6 @@ def process_tile(C0, C1, n, at_state, coordinates, ids, gmem, shared, half: gl.c
         A = mma.to_left_operand(rounded, L)
         Y = issue_reads(A, s, 1, Y, shared, config)
         channel_states.store_to_shared(rounded, shared.states, half, 1, config)
-    fence_async_shared()
     channel_states.start_state_stores(gmem.states, at_state, ids, shared.states, half, config)
     # (4) Y^T <- Y^T + do^T (P B)
     do = do_tile.reshape([L, 64]).permute((1, 0)).load(of_out)  # (64, L)
@@ -357,15 +354,11 @@ def launch(
     grid = channel_states.grid(ctx)
     cotangents, dots = ctx.new_tile_states(), ctx.new_dots(grid[1])
     decays, of_dh = operands.decays, channel_states.values_descriptor(ctx, dh)
-
-    def given(descriptor: Any) -> Any:
-        return of_dh if descriptor is None else descriptor
-
     base.launch(channel_dv_kernel, grid,
-        channel_states.keys_descriptor(ctx, operands.q), given(channel_states.keys_descriptor(ctx, operands.r)),
-        channel_states.keys_descriptor(ctx, operands.k), given(channel_states.keys_descriptor(ctx, operands.k_low)),
-        of_dh, given(channel_states.values_descriptor(ctx, None if dots is None else E)),
-        channel_states.steps_descriptor(ctx, operands.P), given(channel_states.steps_descriptor(ctx, operands.X)),
+        channel_states.keys_descriptor(ctx, operands.q), channel_states.keys_descriptor(ctx, operands.r, of_dh),
+        channel_states.keys_descriptor(ctx, operands.k), channel_states.keys_descriptor(ctx, operands.k_low, of_dh),
+        of_dh, channel_states.values_descriptor(ctx, None if dots is None else E, of_dh),
+        channel_states.steps_descriptor(ctx, operands.P), channel_states.steps_descriptor(ctx, operands.X, of_dh),
         channel_states.values_descriptor(ctx, dv), channel_states.states_descriptor(ctx, cotangents), decays,
         decays if dots is None else dots, decays if final is None else final, decays if initial is None else initial,
         base.schedule, *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L,

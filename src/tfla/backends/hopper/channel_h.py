@@ -136,9 +136,7 @@ def run_key_warp(K, K_low, shared, params, config):
             s, bar = pipeline.acquire(n, shared.late_full, shared.late_empty, config.LATE_STAGES)
             mbarrier.expect(bar, nbytes)
             at = scheduler.tile_coordinates(b, h, t, 0, end, params)
-            pipeline.async_load(K, at, bar, shared.k.index(s))
-            if config.SPLIT:
-                pipeline.async_load(K_low, at, bar, shared.k_low.index(s))
+            channel_states.load_keys(K, K_low, at, bar, shared, s, config)
             n += 1
 
 
@@ -175,17 +173,14 @@ def read_states(C0, C1, n, s, at_state, ids, gmem, shared, half: gl.constexpr, c
     channel_states.release_previous(n, shared, config)
     if not config.OUTPUT:
         channel_states.store_to_shared(rounded, shared.states, half, 0, config)
-    if config.BLOCKS == 2:
-        rounded = C1.to(dtype)
-        if config.OUTPUT:
-            out, A = warpgroup_mma_wait(0, deps=[out, A])
-            A = mma.to_left_operand(rounded, L)
-            out = warpgroup_mma(A, q.slice(ROWS, ROWS, 1).permute((1, 0)), out, is_async=True)
-        else:
-            channel_states.store_to_shared(rounded, shared.states, half, 1, config)
-    if not config.OUTPUT:
-        fence_async_shared()
+        if config.BLOCKS == 2:
+            channel_states.store_to_shared(C1.to(dtype), shared.states, half, 1, config)
         channel_states.start_state_stores(gmem.states, at_state, ids, shared.states, half, config)
+    elif config.BLOCKS == 2:
+        rounded = C1.to(dtype)
+        out, A = warpgroup_mma_wait(0, deps=[out, A])
+        A = mma.to_left_operand(rounded, L)
+        out = warpgroup_mma(A, q.slice(ROWS, ROWS, 1).permute((1, 0)), out, is_async=True)
     return R, out, A
 
 
@@ -375,19 +370,15 @@ def launch(
     base = scheduler.launch(ctx.base)
     output = h is not None
     correct = output and ctx.spec.correct
-    keys = channel_states.keys_descriptor(ctx, operands.k)
     values = channel_states.values_descriptor(ctx, v)
-
-    def given(descriptor: Any) -> Any:
-        return values if descriptor is None else descriptor
-
     ring, late = STAGES_FOR_H if output else STAGES_FOR_STATES
     base.launch(channel_h_kernel, channel_states.grid(ctx),
-        channel_states.keys_descriptor(ctx, operands.q), given(channel_states.keys_descriptor(ctx, operands.r)), keys,
-        given(channel_states.keys_descriptor(ctx, operands.k_low)), values,
-        channel_states.steps_descriptor(ctx, operands.P), given(channel_states.steps_descriptor(ctx, operands.X)),
-        given(channel_states.values_descriptor(ctx, h)), given(channel_states.values_descriptor(ctx, E)),
-        given(channel_states.states_descriptor(ctx, states)), operands.decays,
+        channel_states.keys_descriptor(ctx, operands.q), channel_states.keys_descriptor(ctx, operands.r, values),
+        channel_states.keys_descriptor(ctx, operands.k), channel_states.keys_descriptor(ctx, operands.k_low, values),
+        values, channel_states.steps_descriptor(ctx, operands.P),
+        channel_states.steps_descriptor(ctx, operands.X, values), channel_states.values_descriptor(ctx, h, values),
+        channel_states.values_descriptor(ctx, E, values), channel_states.states_descriptor(ctx, states, values),
+        operands.decays,
         operands.decays if initial is None else initial, operands.decays if final is None else final, base.schedule,
         *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L, BLOCKS=channel_states.blocks(ctx),
         STAGES=ring, LATE_STAGES=late, CORRECT=correct, SPLIT=ctx.split_keys, OUTPUT=output, SAVE=E is not None,

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.gpu.config import ceil_div
@@ -94,6 +100,14 @@ def run_decay_warp(decays, vectors, full, empty, params, tiles_per_head, config)
 
 
 @gluon.jit
+def load_keys(K, K_low, at, bar, shared, s, config):
+    """Start the TMA copies of the operands of writes to stage s: K, and with SPLIT K_low."""
+    pipeline.async_load(K, at, bar, shared.k.index(s))
+    if config.SPLIT:
+        pipeline.async_load(K_low, at, bar, shared.k_low.index(s))
+
+
+@gluon.jit
 def load_states(index, ids, gmem, params, config):
     """Return the blocks of the state that work tile `index` starts from."""
     C0 = delta_tiles.load_state(index, ids, gmem, params, config)
@@ -138,10 +152,11 @@ def start_state_stores(to, tile, ids, states, half: gl.constexpr, config):
         to: TMA descriptor of the states, (H * tiles, DV, DK), in tiles (64, ROWS).
         tile: The index of the tile among those of all heads.
         ids: Indices of what the consumer holds.
-        states: The blocks in shared memory, (2 BLOCKS, 64, ROWS), after a fence.
+        states: The blocks in shared memory, (2 BLOCKS, 64, ROWS).
         half: Which consumer this is.
         config: Constants.
     """
+    fence_async_shared()
     for block in gl.static_range(config.BLOCKS):
         pipeline.async_store(to, (tile, ids.column, block * ROWS), states.index(half * config.BLOCKS + block))
 
@@ -251,25 +266,25 @@ def grid(ctx: ChannelContext) -> tuple[int, int]:
     return host.grid(ctx.base, ceil_div(ctx.base.V, COLUMNS.value))
 
 
-def keys_descriptor(ctx: ChannelContext, x: Tensor | None) -> Any:
-    """Return the TMA descriptor of an operand, (B, T, H, dqk), in tiles (L, BLOCKS ROWS); None without it."""
-    return None if x is None else host.descriptor(ctx.base, x, blocks(ctx) * ROWS.value)
+def keys_descriptor(ctx: ChannelContext, x: Tensor | None, other: Any = None) -> Any:
+    """Return the TMA descriptor of an operand, (B, T, H, dqk), in tiles (L, BLOCKS ROWS); `other` without it."""
+    return other if x is None else host.descriptor(ctx.base, x, blocks(ctx) * ROWS.value)
 
 
-def values_descriptor(ctx: ChannelContext, x: Tensor | None) -> Any:
-    """Return the TMA descriptor of a tensor (B, T, H, dhv) in tiles (L, 64); None without it."""
-    return None if x is None else host.descriptor(ctx.base, x, COLUMNS.value // 2)
+def values_descriptor(ctx: ChannelContext, x: Tensor | None, other: Any = None) -> Any:
+    """Return the TMA descriptor of a tensor (B, T, H, dhv) in tiles (L, 64); `other` without it."""
+    return other if x is None else host.descriptor(ctx.base, x, COLUMNS.value // 2)
 
 
-def steps_descriptor(ctx: ChannelContext, x: Tensor | None) -> Any:
-    """Return the TMA descriptor of P or X, (B, T, H, L), in tiles (L, L); None without it."""
-    return None if x is None else host.descriptor(ctx.base, x, ctx.base.L)
+def steps_descriptor(ctx: ChannelContext, x: Tensor | None, other: Any = None) -> Any:
+    """Return the TMA descriptor of P or X, (B, T, H, L), in tiles (L, L); `other` without it."""
+    return other if x is None else host.descriptor(ctx.base, x, ctx.base.L)
 
 
-def states_descriptor(ctx: ChannelContext, states: Tensor | None) -> Any:
-    """Return the TMA descriptor of states, (H, tiles, dhv, dqk), in tiles (64, ROWS); None without it."""
+def states_descriptor(ctx: ChannelContext, states: Tensor | None, other: Any = None) -> Any:
+    """Return the TMA descriptor of states, (H, tiles, dhv, dqk), in tiles (64, ROWS); `other` without it."""
     if states is None:
-        return None
+        return other
     _, _, V, K = states.shape
     shape, strides, block = [states.numel() // (V * K), V, K], [V * K, K, 1], [1, 64, ROWS.value]
     made = TensorDescriptor(states, shape, strides, block, gl.NVMMASharedLayout(128, 16, 3))

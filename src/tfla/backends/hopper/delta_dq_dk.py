@@ -29,8 +29,7 @@ by them cancel in dlog_f, and rounding errors of W would not cancel. With gates 
 the gates, (B7). They leave out the pair of a step with itself, since no gate lies between the write and the read of one
 step.
 
-dk_w is never in shared memory: its numbers are in the order of registers (`partial_pointers`), and each thread loads
-what it adds to. A row of 128 numbers stays the row of its step, so that dk can lie in the same memory.
+dk_w is never in shared memory: each thread loads what it adds to, see `delta_dk_w.py`. dk can lie in its memory.
 
 The docstring of `dq_dk.py` shows which partition waits for which. A stage of the ring has 80 KiB: 16 KiB for each of
 q, k, E, do and dv. The ring has two stages.
@@ -49,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper import delta_tiles, host, mma, pipeline, scheduler, store_warp
+from tfla.backends.hopper import delta_dk_w, delta_tiles, host, mma, pipeline, scheduler, store_warp
 from tfla.backends.hopper.checkpoints import checkpoint_dots
 from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
@@ -60,6 +59,7 @@ from tfla.backends.hopper.delta_tiles import (
     UPDATE_WEIGHT,
     WRITE,
     Config,
+    WorkTile,
 )
 from tfla.backends.hopper.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from tfla.backends.hopper.store_warp import NO_RESULT, SUMS_OF_READERS
@@ -84,7 +84,7 @@ class GlobalPointers(NamedTuple):
 
     dq: Any  # TMA descriptor
     dk: Any  # TMA descriptor
-    dk_w: Any  # (B, T, H, ROWS), in the order of `partial_pointers`
+    dk_w: Any  # (B, T, H, ROWS), in the order of `delta_dk_w.py`
     state_in: Any  # C before the first step, (sequences, H, dqk, dhv)
     checkpoints: Any  # dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), in the order of `checkpoints.py`
     dots: Any  # parts of <C, dC> there, (checkpoints, H, 8)
@@ -107,16 +107,6 @@ class SharedStorage(NamedTuple):
     # What consumers exchange:
     p: Any  # S_q, S_k and the rounding errors of S_q, of this tile and of the next, (6, L, L)
     ready: Any  # barriers, (2): both halves of them are stored
-
-
-class WorkTile(NamedTuple):
-    """The work tile that a program computes."""
-
-    b: Any  # batch row
-    h: Any  # head
-    start: Any  # first token in the batch row
-    steps: Any  # number of steps
-    tiles: Any  # number of tiles
 
 
 @gluon.jit
@@ -149,44 +139,6 @@ def run_load_warp(Q, K, E, DO, DV, shared, params, group_size, config):
                 pipeline.async_load(Q, at, bar, shared.q.index(2 * s + half))
             n += 1
     pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
-
-
-@gluon.constexpr_function
-def partial_layout():
-    """Return the layout of half of a tile of dk_w in memory, (64, 64), with its steps as rows.
-
-    Each thread holds the elements that it holds of accumulators (64, 64), with their columns as steps.
-    """
-    registers = [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(
-        registers, [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]], [], [64, 64]
-    )
-
-
-@gluon.jit
-def partial_pointers(dk_w, t, work_tile, params, ids, config):
-    """Return pointers (L, 64) to the consumer's part of dk_w of the tile at step `t`, and which steps exist, (L, 1).
-
-    Rows are steps. Of each 16 numbers of a row those that a thread holds are next to each other, the first and the
-    ninth, the second and the tenth, and so on: a warp then moves whole sectors.
-    """
-    L: gl.constexpr = config.L
-    layout: gl.constexpr = partial_layout()
-    step = gl.arange(0, L, gl.SliceLayout(1, layout))
-    of_row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
-    H = scheduler.rematerialize(params.H)  # the offsets of all steps would be kept
-    token = work_tile.b.to(gl.int64) * params.T + work_tile.start + t
-    first = dk_w + (token * H + work_tile.h) * ROWS + ids.column
-    inside = gl.expand_dims(step < work_tile.steps - t, 1)
-    return first + (gl.expand_dims(step * (H * ROWS), 1) + of_row), inside
-
-
-@gluon.jit
-def load_partial(dk_w, t, work_tile, params, ids, config):
-    """Return 64 rows of dk_w^T of the tile at step `t`, (64, L), in its dtype, and 0 after the last step."""
-    pointers, inside = partial_pointers(dk_w, t, work_tile, params, ids, config)
-    x = gl.permute(gl.reshape(gl.load(pointers, inside, 0.0), [config.L, 4, 8, 2]), (1, 3, 2, 0))
-    return gl.convert_layout(gl.reshape(x, [64, config.L]), mma.accumulator_layout(config.L), assert_trivial=True)
 
 
 @gluon.jit
@@ -310,9 +262,7 @@ def store_output(x, to, out, t, work_tile, ids, params):
     """Store dq^T or dk^T, (64, L), over q or k in shared memory `to`, and start its way to memory, step (8)."""
     to.reshape([x.shape[1], 64]).permute((1, 0)).store(x.to(to.dtype))
     fence_async_shared()
-    end = work_tile.start + work_tile.steps
-    at = scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.column, end, params)
-    pipeline.async_store(out, at, to)
+    pipeline.async_store(out, delta_tiles.output_coordinates(t, work_tile, ids, params), to)
 
 
 @gluon.jit
@@ -375,7 +325,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     Q += k_t.to(gl.float32) * delta_tiles.load_vector(g, SAME_STEP, L, of_out)
     # (8) dq and dk, over q and k and on their way to memory
     store_output(Q, q, gmem.dq, t, work_tile, ids, params)
-    R += load_partial(gmem.dk_w, t, work_tile, params, ids, config).to(gl.float32)
+    R += delta_dk_w.load_transposed(gmem.dk_w, t, ids.column, work_tile, params, config).to(gl.float32)
     store_output(R, k, gmem.dk, t, work_tile, ids, params)
     return prepare_tile(C, U, U_low, pipe_state, ids, gmem, shared, half, config)
 
@@ -384,8 +334,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
 def store_checkpoint_dots(C, t, work_tile, ids, gmem, params, half: gl.constexpr, config):
     """Store the inner product <C, dC> where step `t` of a work tile is at a checkpoint, step (11)."""
     if t % config.CHECKPOINT_STEPS == 0 and t < work_tile.steps:
-        first = (work_tile.b.to(gl.int64) * params.T + work_tile.start) // config.CHECKPOINT_STEPS - 1
-        checkpoint = (first + t // config.CHECKPOINT_STEPS) * params.H + work_tile.h
+        checkpoint = delta_tiles.checkpoint_index(t, work_tile, params, config)
         layout: gl.constexpr = mma.accumulator_layout(COLUMNS)
         dot = checkpoint_dots(C, gmem.checkpoints, checkpoint, ids.column, 0, ROWS, COLUMNS, layout)
         warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
@@ -402,9 +351,10 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     index = gl.program_id(0)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
-        work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=(steps + L - 1) // L)
+        work_tile = WorkTile(b=b, h=h, start=start, steps=steps)
+        tiles = (steps + L - 1) // L
         C = delta_tiles.load_state(index, ids, gmem, params, config)
-        for i in range(0, work_tile.tiles):
+        for i in range(0, tiles):
             t = i * L
             C, pipe_state = process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half, config)
             if config.GATED:
@@ -432,7 +382,7 @@ def delta_dq_dk_kernel(
         E: TMA descriptor of the prediction errors, in tiles (L, COLUMNS).
         DO, DV_in: TMA descriptors of the cotangent of h and of dv, in tiles like those of E.
         DQ_out, DK_out: TMA descriptors of the results, in tiles (L, 64).
-        dk_w: The gradient of keys as writers, (B, T, H, ROWS), in the order of `partial_pointers`.
+        dk_w: The gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`.
         do_e: do . E, (B, T, H), float32.
         sums: Output for what the steps read of earlier tiles, (H, tiles, L), with GATED.
         pairs: Output for sums of pairs, (H, tiles, PAIR_SUMS, L), with GATED: ROW_SUM and COLUMN_SUM.

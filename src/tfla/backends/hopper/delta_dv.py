@@ -148,12 +148,6 @@ def run_load_warp(DO, E, X, shared, params, config):
 
 
 @gluon.jit
-def load_weights(gmem, shared, s, half: gl.constexpr, config):
-    """Return D times scale of the tile in stage s, (L, L / 2), unmasked."""
-    return delta_tiles.load_decays(shared, s, half, config) * gmem.scale
-
-
-@gluon.jit
 def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constexpr, config):
     """Process a tile: everything from step (1) to (13) of the module's docstring.
 
@@ -224,7 +218,7 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     fence_async_shared()
     pipeline.async_store(gmem.dv, coordinates, shared.e.index(2 * s + half))
     # (13) P of the next tile
-    weights = load_weights(gmem, shared, keys, half, config)  # (L, L / 2)
+    weights = delta_tiles.load_scaled_decays(gmem, shared, keys, half, config)  # (L, L / 2)
     C, D, V, S = warpgroup_mma_wait(0, deps=[C, D, V, S])
     delta_tiles.store_scores(S, weights, n, ids, shared, half, config)
     return C, pipeline.PipelineState(keys, keys_phase, n)
@@ -239,7 +233,9 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     # (10) and (13) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.keys_full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[delta_tiles.issue_scores(shared, 0, half, config)])
-    delta_tiles.store_scores(S, load_weights(gmem, shared, 0, half, config), 0, ids, shared, half, config)
+    delta_tiles.store_scores(
+        S, delta_tiles.load_scaled_decays(gmem, shared, 0, half, config), 0, ids, shared, half, config
+    )
     index = gl.program_id(0)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
@@ -364,15 +360,12 @@ def launch(
     Returns:
         dbeta and do . E, (B, T, H) float32.
     """
-    base, x = ctx.base, ctx.x
-    rows, half = ROWS.value, COLUMNS.value // 2
+    base = ctx.base
     programs = ceil_div(base.V, COLUMNS.value)
-    new = base.zeros if base.packed else base.new  # steps of no sequence are not stored
-    dbeta, do_e = (new(1, programs, base.B, base.T, base.H) for _ in range(2))
+    dbeta, do_e = delta_tiles.new_dots(base, 1, programs, base.B, base.T, base.H)
     base.launch(delta_dv_kernel, host.grid(base, programs),
-        host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, dh, half),
-        host.descriptor(base, E, half), host.descriptor(base, X, base.L), host.descriptor(base, dv, half), dbeta, do_e,
-        gates, ctx.beta, gates if final is None else final, gates if initial is None else initial, base.schedule,
+        *delta_tiles.descriptors_for_dv(ctx, dh, E, X, dv), dbeta, do_e, gates, ctx.beta,
+        gates if final is None else final, gates if initial is None else initial, base.schedule,
         *delta_tiles.kernel_scalars(ctx),
         DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, IS_VARLEN=base.packed, USE_INITIAL_STATE=final is not None,
         STORE_FINAL_STATE=initial is not None, num_warps=4,

@@ -61,9 +61,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper import delta_tiles, host, mma, pipeline, scheduler, store_warp
+from tfla.backends.hopper import delta_dk_w, delta_tiles, host, mma, pipeline, scheduler, store_warp
 from tfla.backends.hopper.checkpoints import store_checkpoint
-from tfla.backends.hopper.delta_tiles import COLUMNS, NUM_VECTORS, READ_WEIGHT, ROWS, UPDATE_WEIGHT, WRITE, Config
+from tfla.backends.hopper.delta_tiles import (
+    COLUMNS,
+    NUM_VECTORS,
+    READ_WEIGHT,
+    ROWS,
+    UPDATE_WEIGHT,
+    WRITE,
+    Config,
+    WorkTile,
+)
 from tfla.backends.hopper.pipeline import COLUMN_EXPONENT, CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROW_EXPONENT
 from tfla.backends.hopper.store_warp import DOT_PARTS, DOTS_AND_WRITES, WRITE_PARTS
 
@@ -78,7 +87,7 @@ class GlobalPointers(NamedTuple):
     """The tensors in global memory that consumers access."""
 
     dv: Any  # TMA descriptor
-    dk_w: Any  # (B, T, H, ROWS), in the order of `written_layout`
+    dk_w: Any  # (B, T, H, ROWS), in the order of `delta_dk_w.py`
     state_in: Any  # dC after the last step of each sequence, (sequences, H, dqk, dhv)
     state_out: Any  # dC before the first step of each sequence, (sequences, H, dqk, dhv)
     checkpoints: Any  # dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), in the order of `checkpoints.py`
@@ -105,15 +114,6 @@ class SharedStorage(NamedTuple):
     dv: Any  # dv, on its way to memory, (2, L, 64): one tile for each consumer
     ready_dv: Any  # barrier: both tiles of dv are stored
     left: Any  # barrier: both consumers have read c
-
-
-class WorkTile(NamedTuple):
-    """The work tile that a program computes."""
-
-    b: Any  # batch row
-    h: Any  # head
-    start: Any  # first token in the batch row
-    steps: Any  # number of steps
 
 
 @gluon.jit
@@ -148,34 +148,6 @@ def run_load_warp(tensors, shared, params, group_size, config):
             pipeline.async_load(X, scheduler.tile_coordinates(b, h, t, 0, end, params), bar, shared.x.index(s))
             n += 1
     pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
-
-
-@gluon.constexpr_function
-def written_layout():
-    """Return the layout of half of a tile of dk_w in memory, (64, 64), with its steps as rows.
-
-    Each thread holds the elements that it holds of accumulators (64, 64), four next to each other. The order of each 16
-    numbers of a row is that of `delta_dq_dk.partial_pointers`.
-    """
-    registers = [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]]
-    return gl.DistributedLinearLayout(
-        registers, [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 64]
-    )
-
-
-@gluon.jit
-def store_written(x, dk_w, t, work_tile, params, half: gl.constexpr, config):
-    """Store accumulators (L, 64), 64 columns of dk_w of the tile at step `t`, step (18)."""
-    L: gl.constexpr = config.L
-    layout: gl.constexpr = written_layout()
-    x = gl.permute(gl.reshape(x.to(dk_w.dtype.element_ty), [L, 4, 2, 8]), (0, 1, 3, 2))
-    x = gl.convert_layout(gl.reshape(x, [L, 64]), layout, assert_trivial=True)
-    step = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(1, layout)), 1)
-    of_row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
-    H = scheduler.rematerialize(params.H)
-    token = work_tile.b.to(gl.int64) * params.T + work_tile.start + t
-    first = dk_w + (token * H + work_tile.h) * ROWS + half * 64
-    gl.store(first + (step * (H * ROWS) + of_row), x, mask=step < work_tile.steps - t)
 
 
 @gluon.jit
@@ -213,18 +185,11 @@ def store_scores(S, weights, ids, shared, half: gl.constexpr, config):
 
 
 @gluon.jit
-def load_weights(gmem, shared, s, half: gl.constexpr, config):
-    """Return D times scale of the tile in stage s, (L, L / 2), unmasked."""
-    return delta_tiles.load_decays(shared, s, half, config) * gmem.scale
-
-
-@gluon.jit
 def store_state_checkpoint(t, work_tile, gmem, shared, params, half: gl.constexpr, config):
     """Store 64 rows of dC after the tile at step `t`, from shared memory, where this is a checkpoint, step (4)."""
     step = t + config.L
     if step % config.CHECKPOINT_STEPS == 0 and step < work_tile.steps:
-        first = (work_tile.b.to(gl.int64) * params.T + work_tile.start) // config.CHECKPOINT_STEPS - 1
-        at = (first + step // config.CHECKPOINT_STEPS) * params.H + work_tile.h
+        at = delta_tiles.checkpoint_index(step, work_tile, params, config)
         for block in gl.static_range(2):
             of_block = shared.c.index(block).slice(half * 64, 64, 1).permute((1, 0))
             x = of_block.load(mma.accumulator_layout(64))  # (64, 64) of dC
@@ -308,9 +273,9 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     fence_async_shared()
     pipeline.barrier()
     mbarrier.arrive(shared.ready_dv, count=1)
-    end = work_tile.start + work_tile.steps
-    at = scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.column, end, params)
-    pipeline.async_store(gmem.dv, at, shared.dv.index(at0 + half))
+    pipeline.async_store(
+        gmem.dv, delta_tiles.output_coordinates(t, work_tile, ids, params), shared.dv.index(at0 + half)
+    )
     # (12) S_q^T <- E do^T, S_k^T <- E dv^T
     do0 = shared.do.index(2 * s).reshape([L, 64])
     do1 = shared.do.index(2 * s + 1).reshape([L, 64])
@@ -354,9 +319,9 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     mbarrier.arrive(shared.left, count=1)
     mbarrier.arrive(shared.empty.index(s), count=1)
     # (18) dk_w
-    store_written(dk * write, gmem.dk_w, t, work_tile, params, half, config)
+    delta_dk_w.store(dk * write, gmem.dk_w, t, half * 64, work_tile, params, config)
     # (19) P of the next tile
-    weights = load_weights(gmem, shared, following, half, config)  # (L, L / 2)
+    weights = delta_tiles.load_scaled_decays(gmem, shared, following, half, config)  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
     store_scores(S, weights, ids, shared, half, config)
     return C, pipeline.PipelineState(following, phase, n + 1)
@@ -371,7 +336,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     # (17) and (19) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[delta_tiles.issue_scores(shared, 0, half, config)])
-    store_scores(S, load_weights(gmem, shared, 0, half, config), ids, shared, half, config)
+    weights = delta_tiles.load_scaled_decays(gmem, shared, 0, half, config)
+    store_scores(S, weights, ids, shared, half, config)
     index = gl.program_id(0)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
@@ -403,7 +369,7 @@ def delta_dv_dk_kernel(
         E: TMA descriptor of the prediction errors, in tiles like those of do.
         X: TMA descriptor of the result of `solve_kernel`, (B, T, H, L), in tiles (L, L).
         DV_out: TMA descriptor of dv, in tiles like those of do.
-        dk_w: Output, the gradient of keys as writers, (B, T, H, ROWS), in the order of `written_layout`.
+        dk_w: Output, the gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`.
         dbeta, do_e: Outputs Z . E and do . E, (B, T, H), float32.
         pairs: Output for sums of pairs, (H, tiles, PAIR_SUMS, L), with GATED: OTHER_TILES.
         checkpoints: Output for dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), with GATED.
@@ -504,15 +470,12 @@ def launch(
     Returns:
         dbeta and do . E, (B, T, H) float32.
     """
-    base, x = ctx.base, ctx.x
-    rows, half = ROWS.value, COLUMNS.value // 2
-    new = base.zeros if base.packed else base.new  # steps of no sequence are not stored
-    dbeta, do_e = (new(base.B, base.T, base.H) for _ in range(2))
+    base = ctx.base
+    dbeta, do_e = delta_tiles.new_dots(base, base.B, base.T, base.H)
     base.launch(delta_dv_dk_kernel, host.grid(base, 1),
-        host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, dh, half),
-        host.descriptor(base, E, half), host.descriptor(base, X, base.L), host.descriptor(base, dv, half), dk_w, dbeta,
-        do_e, pairs, checkpoints, gates, ctx.beta, gates if final is None else final,
-        gates if initial is None else initial, base.schedule, *delta_tiles.kernel_scalars(ctx),
+        *delta_tiles.descriptors_for_dv(ctx, dh, E, X, dv), dk_w, dbeta, do_e, pairs, checkpoints, gates, ctx.beta,
+        gates if final is None else final, gates if initial is None else initial, base.schedule,
+        *delta_tiles.kernel_scalars(ctx),
         DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated, IS_VARLEN=base.packed,
         USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None, num_warps=4,
     )  # fmt: skip

@@ -7,16 +7,18 @@ equations are those of `tfla.backends.triton.delta_kernels`.
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
-from tfla.backends.hopper import mma, pipeline, scheduler
+from tfla.backends.hopper import host, mma, pipeline, scheduler
 from tfla.backends.hopper.pipeline import COLUMN_EXPONENT, ROW_EXPONENT
 
 if TYPE_CHECKING:
+    from tfla.backends.gpu.context import LaunchContext
     from tfla.backends.triton.delta import DeltaContext
 
 ROWS = gl.constexpr(128)  # dqk of the kernel; TMA reads zeros where heads are narrower
@@ -53,6 +55,15 @@ class FragmentIds(NamedTuple):
     i: Any  # rows of P, which are the steps that read, (L)
     j: Any  # columns of P, which are the steps that write, (L / 2); 0 is the first one of the consumer's half
     column: Any  # the first column of dhv that the consumer computes; with BY_KEYS the first of dqk
+
+
+class WorkTile(NamedTuple):
+    """The work tile that a program computes."""
+
+    b: Any  # batch row
+    h: Any  # head
+    start: Any  # first token in the batch row
+    steps: Any  # number of steps
 
 
 class WriteSource(NamedTuple):
@@ -186,6 +197,12 @@ def load_decays(shared, s, half: gl.constexpr, config):
 
 
 @gluon.jit
+def load_scaled_decays(gmem, shared, s, half: gl.constexpr, config):
+    """Return D times scale of the tile in stage s for one half of the columns, (L, L / 2), unmasked."""
+    return load_decays(shared, s, half, config) * gmem.scale
+
+
+@gluon.jit
 def store_scores(S, D, n, ids, shared, half: gl.constexpr, config):
     """Store the consumer's half of P of tile n, which is S * D, masked, and tell the other consumer."""
     L: gl.constexpr = config.L
@@ -233,6 +250,20 @@ def load_tile_decay(g, L: gl.constexpr):
 
 
 @gluon.jit
+def output_coordinates(t, work_tile, ids, params):
+    """Return the TMA coordinates of what the consumer stores of the tile at step `t` of a work tile."""
+    end = work_tile.start + work_tile.steps
+    return scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.column, end, params)
+
+
+@gluon.jit
+def checkpoint_index(step, work_tile, params, config):
+    """Return the index of the checkpoint at `step` of a work tile among those of all heads."""
+    first = (work_tile.b.to(gl.int64) * params.T + work_tile.start) // config.CHECKPOINT_STEPS - 1
+    return (first + step // config.CHECKPOINT_STEPS) * params.H + work_tile.h
+
+
+@gluon.jit
 def load_state(index, ids, gmem, params, config, block: gl.constexpr = 0):
     """Return what the consumer holds of the state that work tile `index` starts from, see `locate_state`."""
     C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
@@ -262,3 +293,16 @@ def kernel_scalars(ctx: "DeltaContext") -> tuple[Any, ...]:
     return (
         base.T, base.tiles, base.H, base.group, base.segments * base.H, *time_strides(ctx.beta), ctx.spec.scale
     )  # fmt: skip
+
+
+def descriptors_for_dv(ctx: "DeltaContext", dh: Tensor, E: Tensor, X: Tensor, dv: Tensor) -> tuple[Any, ...]:
+    """Return the TMA descriptors of q, k, dh, E, X and dv, with which the kernels for dv begin."""
+    base, rows, half = ctx.base, ROWS.value, COLUMNS.value // 2
+    operands = (ctx.x.q, rows), (ctx.x.k, rows), (dh, half), (E, half), (X, base.L), (dv, half)
+    return tuple(host.descriptor(base, x, width) for x, width in operands)
+
+
+def new_dots(base: "LaunchContext", *shape: int) -> tuple[Tensor, Tensor]:
+    """Return outputs for dbeta and do . E, float32; 0 at steps of no sequence, which no kernel stores."""
+    new = base.zeros if base.packed else base.new
+    return new(*shape), new(*shape)
