@@ -7,6 +7,7 @@ Gluon kernels in the simulator.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,6 +87,8 @@ def test_bits_are_those_of_pytorch(case: str, backend: str) -> None:
     p = problem(case)
     found = jax_delta_cases.solve(p, backend=backend)
     leaves = {name: x.cuda().requires_grad_() for name, x in p.leaves.items()}
+    if p.x.cu_seqlens is not None:
+        p = replace(p, x=p.x._replace(cu_seqlens=p.x.cu_seqlens.cuda()))
     h, state = torch_call(p, leaves, backend=backend, kernel="fused")
     for name, x in gradients(p, leaves, h, state.C).items():
         assert torch.equal(found[name].cpu(), x.detach().cpu()), name

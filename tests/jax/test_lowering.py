@@ -418,6 +418,10 @@ def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
     q, i = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 2), jnp.float32)
     allowed = [jax.export.DisabledSafetyCheck.custom_call(launches.TARGET)]
     exported = jax.export.export(jax.jit(tfla.jax.mlstm), platforms=["cuda"], disabled_checks=allowed)(q, q, q, i, i)
-    assert [told["name"] for told, _ in calls(str(exported.mlir_module()))] == [
-        "chunk_gates", "normalizer_scan", "o_dv_scan",
-    ]  # fmt: skip
+    module = str(exported.mlir_module())
+    assert [told["name"] for told, _ in calls(module)] == ["chunk_gates", "normalizer_scan", "o_dv_scan"]
+    # Beside the kernels a forward names memory for them and fills one tensor, as PyTorch's launches do.
+    operations = set(re.findall(r"= \"?stablehlo\.(\w+)", module))
+    assert operations <= {"custom_call", "constant", "case", "broadcast_in_dim"}
+    assert module.count("stablehlo.broadcast_in_dim") == 1
+    assert set(re.findall(r"custom_call @(\w+)", module)) == {launches.TARGET, "AllocateBuffer"}

@@ -40,7 +40,7 @@ def _shapes(T: int, dqk: int, dhv: int) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _alone(lock: Path | None) -> Iterator[None]:
-    """Hold the lock, so that no other process of this run takes samples."""
+    """Hold the lock, so that no other process of this run takes samples or runs what it has compiled."""
     if lock is None:
         yield
         return
@@ -93,14 +93,14 @@ def _from_torch(
         call()
         torch.cuda.synchronize()
         first = time.perf_counter() - begin
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        memory = torch.cuda.max_memory_allocated() - before
         with _alone(lock):
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            torch.cuda.synchronize()
+            memory = torch.cuda.max_memory_allocated() - before
             row = _samples(call, lambda _: torch.cuda.synchronize(), repeats, calls)
         rows.append({"direction": direction, "first_seconds": first, "peak_bytes": memory} | row)
     return rows
@@ -153,11 +153,13 @@ def _from_jax(
     for direction, fn, given in zip(DIRECTIONS, (run, both), (x, [cotangent, *x]), strict=True):
         begin = time.perf_counter()
         compiled = jax.jit(fn).lower(*given).compile()
-        jax.block_until_ready(compiled(*given))
         first = time.perf_counter() - begin
         sizes = compiled.memory_analysis()
         memory = 0 if sizes is None else sizes.temp_size_in_bytes + sizes.output_size_in_bytes
         with _alone(lock):
+            begin = time.perf_counter()
+            jax.block_until_ready(compiled(*given))
+            first += time.perf_counter() - begin
             row = _samples(lambda fn=compiled, given=given: fn(*given), jax.block_until_ready, repeats, calls)  # type: ignore[misc]
         rows.append({"direction": direction, "first_seconds": first, "peak_bytes": memory} | row)
     return rows
