@@ -160,8 +160,8 @@ def test_steps_of_the_delta_rule() -> None:
     state = tfla.jax.State.zeros(2, 4, 5, 7, normalize=False)
     with pytest.raises(ValueError, match=r"^in_place: got True, expected False: .*donate_argnames"):
         tfla.jax.delta_rule_step(**x, state=state, in_place=True)
-    with pytest.raises(ValueError, match=r"^backend: got 'hopper', allowed are None, 'triton', 'chunkwise', 'ref"):
-        tfla.jax.delta_rule_step(**x, state=state, backend="hopper")
+    with pytest.raises(ValueError, match=r"^backend: got 'paper', allowed are None, 'hopper', 'triton', 'chunkwise'"):
+        tfla.jax.delta_rule_step(**x, state=state, backend="paper")
     with pytest.raises(ValueError, match=r"^state.n: got an array, expected None"):
         tfla.jax.delta_rule_step(**x, state=tfla.jax.State.zeros(2, 4, 5, 7))
 
