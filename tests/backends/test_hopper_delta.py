@@ -180,6 +180,15 @@ def test_errors_beside_those_of_rounding(gates: str, alike: float) -> None:
         check_beside_rounding(p, gates, hopper, DTYPE)
 
 
+@pytest.mark.parametrize("gates", ["long", "resets"])
+def test_errors_of_wide_heads_are_those_of_triton(gates: str) -> None:
+    """Errors are at most 1.1 times those of the Triton kernels, or within the bound, also of dlog_f of alike keys."""
+    sizes = {"T": 130 if INTERPRETED else 1000, "H": 1, "Hq": 1}
+    p = delta_problem("gdn", gates=gates, B=1, K=128, V=256, alike=0.9, **sizes)
+    hopper, triton = (functools.partial(solve, backward=True, backend=name) for name in ("hopper", "triton"))
+    check_beside_rounding(p, gates, hopper, DTYPE, triton)
+
+
 @pytest.mark.parametrize("programs", [1, 2])
 def test_programs_that_take_several_heads(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program goes on with its next head where the ring is, and starts it from the state of that head."""

@@ -70,8 +70,6 @@ if TYPE_CHECKING:
 STAGES = gl.constexpr(2)  # stages of the ring, 80 KiB of tiles each
 # Parts of the sums of a stage: of reads eight, one for each warp of the consumers; of rows of W one for each consumer;
 # of columns of W one for each warp, of half of the columns.
-READ_PARTS = store_warp.READ_PARTS
-ROW_PARTS = store_warp.ROW_PARTS
 PARTS = gl.constexpr(16)  # a power of two; fourteen are used
 # Matrices in `p`: two of each, for this tile and the next.
 OF_QUERIES = gl.constexpr(0)
@@ -172,14 +170,6 @@ def load_weights(shared, s, half: gl.constexpr, config):
 
 
 @gluon.jit
-def store_pairs(W, sums, half: gl.constexpr, L: gl.constexpr):
-    """Store the sums of the rows of half of W, (L, L / 2), and, for each warp, of its columns, step (10)."""
-    sums.slice((READ_PARTS + half) * L, L, 0).store(gl.sum(W, 1))
-    of_warps = gl.reshape(gl.sum(gl.reshape(W, [4, 16, L // 2]), 1), [2 * L])
-    sums.slice((READ_PARTS + ROW_PARTS + 2 * half) * L, 2 * L, 0).store(of_warps)
-
-
-@gluon.jit
 def store_scores(S_q, S_k, QK, KK, n, s, ids, gmem, shared, half: gl.constexpr, config):
     """Store the consumer's half of S_q and S_k of tile n, and what step (10) leaves, and tell the other consumer.
 
@@ -199,7 +189,7 @@ def store_scores(S_q, S_k, QK, KK, n, s, ids, gmem, shared, half: gl.constexpr, 
     S_q = mma.apply_causal_mask(S_q, weights * gmem.scale, ids.i, ids.j, half, False, True)
     S_k = mma.apply_causal_mask(S_k, -weights, ids.i, ids.j, half, False, True)
     if config.GATED:
-        store_pairs(S_q * QK + S_k * KK, shared.sums.index(s), half, L)
+        store_warp.store_pairs(S_q * QK + S_k * KK, shared.sums.index(s), half, L)
     to = n % 2
     S_q, low = mma.split_in_two(S_q, shared.p.dtype)
     shared.p.index(LOW + to).slice(half * (L // 2), L // 2, 1).store(low)

@@ -54,8 +54,10 @@ where f is the factor of the reader, scale or -1:
 
 Here P is masked strictly. What a query reads of its own step's write is added before step (9): x times the diagonal of
 P, of which the caller has do . E; a read key reads none of it. A later kernel adds up dr and both parts of dk.
-Step (7) leaves its sums also before step (5), so that pairs of steps of one tile are apart from others (B7), and pairs
-of a step with itself are in neither: no gate lies between them.
+Step (7) then comes before step (5), so that it leaves what is read across tiles. The sums of pairs of steps of one tile
+(B7), without those of a step with itself, since no gate lies between them, are of the scans with time: step (11) also
+computes W = P * (w x^T) from P before it is rounded, and leaves the sums of its rows and columns. Where keys are alike,
+rounding errors of P would not cancel in dlog_f.
 """
 
 from typing import Any, NamedTuple
@@ -84,7 +86,7 @@ from tfla.backends.hopper.pipeline import (
     TILE_DECAY,
 )
 from tfla.backends.hopper.split_reduce import PAIR
-from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT, SUMS_OF_PAIRS
+from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT, SUMS_OF_READERS, SUMS_OF_WRITES
 
 # Values of READER: which reader of the state of the delta rule has the cotangent of a launch.
 NO_READER = gl.constexpr(0)  # a launch of linear attention
@@ -125,7 +127,7 @@ class GlobalPointers(NamedTuple):
     state_in: Any  # (segments, H, dqk, dhv)
     state_out: Any  # (segments, H, dqk, dhv)
     n_in: Any  # (segments, H, dqk)
-    n_out: Any  # (segments, H, dqk): final n, or with ACCUMULATE_DN what segments add to dn; SUMS_OF_PAIRS: these sums
+    n_out: Any  # (segments, H, dqk): final n, or with ACCUMULATE_DN what segments add to dn; READER: sums of pairs
     checkpoints: Any  # (checkpoints, H, dqk, dhv)
     n_checkpoints: Any  # (checkpoints, H, dqk)
     dots: Any  # (checkpoints, H, programs of a head or READERS, 8)
@@ -142,7 +144,7 @@ class SharedStorage(NamedTuple):
     g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L)
     u: Any  # update weights, (STAGES, 2 L)
     delta: Any  # delta, or with READER f beta, (STAGES, L)
-    partial_dots: Any  # for the store warp: partial sums of w . out, (STAGES, 8 L), for SUMS_OF_PAIRS (STAGES, 16 L)
+    partial_dots: Any  # for the store warp: partial sums of w . out, (STAGES, 8 L), for SUMS_OF_READERS (STAGES, 16 L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
     # What the consumers exchange:
@@ -183,13 +185,15 @@ class WorkTile(NamedTuple):
 
 
 @gluon.constexpr_function
-def result_of_store_warp(transposed, save_d, reader, save_sums):
+def result_of_store_warp(transposed, save_d, reader, save_sums, reverse):
     """Return what the store warp of a launch with these constants stores."""
     if transposed:
         return DENOMINATORS if save_d else NO_RESULT
     if reader == NO_READER:
         return GATE_SUMS
-    return SUMS_OF_PAIRS if save_sums else NO_RESULT
+    if not save_sums:
+        return NO_RESULT
+    return SUMS_OF_WRITES if reverse else SUMS_OF_READERS
 
 
 @gluon.jit
@@ -314,6 +318,16 @@ def issue_scores(shared, s, half: gl.constexpr, config):
 
 
 @gluon.jit
+def issue_read_products(shared, s, half: gl.constexpr, config):
+    """Start w x^T of the tile in stage s for one half of the columns, (L, L / 2) = (L, 128) (128, L / 2), step (11)."""
+    L: gl.constexpr = config.L
+    x = shared.x.index(s).reshape([L, 128]).slice(half * (L // 2), L // 2, 0)
+    product = mma.issue_mma(shared.w.index(2 * s).reshape([L, 64]), x.slice(0, 64, 1).permute((1, 0)))
+    w = shared.w.index(2 * s + 1).reshape([L, 64])
+    return warpgroup_mma(w, x.slice(64, 64, 1).permute((1, 0)), product, is_async=True)
+
+
+@gluon.jit
 def load_gate_matrix(shared, s, half: gl.constexpr, config):
     """Return D of the tile in stage s, (L, L / 2), unmasked; with READER times f beta of the step that writes."""
     L: gl.constexpr = config.L
@@ -329,12 +343,13 @@ def load_gate_matrix(shared, s, half: gl.constexpr, config):
 
 
 @gluon.jit
-def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
+def store_scores(S, D, R, shared, s, n, ids, half: gl.constexpr, config):
     """Store the masked P = (z y^T + delta) * D of tile n, one half of its columns, and arrive, step (11).
 
     Args:
         S: z y^T, (L, L / 2).
         D: The gate matrix, (L, L / 2).
+        R: w x^T, (L, L / 2), read with SUMS_OF_READERS.
         shared: Shared memory.
         s: Stage of the tile.
         n: Number of the tile.
@@ -354,6 +369,8 @@ def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
     P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE, config.READER != NO_READER)
     if config.FUSE_NORMALIZER:
         normalizer.store_shared_sums(P, shared, n, half)
+    if config.RESULT == SUMS_OF_READERS:
+        store_warp.store_pairs(P * R, shared.partial_dots.index(s), half, L)
     to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
     fence_async_shared()
     pipeline.barrier()
@@ -495,16 +512,20 @@ def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config)
     n = pipe_state.count + 1
     mbarrier.wait(shared.full.index(s), phase)
     S = issue_scores(shared, s, half, config)
+    R = S
     D = load_gate_matrix(shared, s, half, config)
     if config.FUSE_NORMALIZER:
         normalizer.store_shared_n(gl.sum(N0, 1), shared.n.index(n % 2), half * 128)
         normalizer.store_shared_n(gl.sum(N1, 1), shared.n.index(n % 2), half * 128 + 64)
         S = warpgroup_mma_wait(0, deps=[S])
+    elif config.RESULT == SUMS_OF_READERS:  # of heads with two blocks
+        R = issue_read_products(shared, s, half, config)
+        S, R, C0, C1, B = warpgroup_mma_wait(0, deps=[S, R, C0, C1, B])
     elif config.BLOCKS == 2:
         S, C0, C1, B = warpgroup_mma_wait(0, deps=[S, C0, C1, B])
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
-    store_scores(S, D, shared, s, n, ids, half, config)
+    store_scores(S, D, R, shared, s, n, ids, half, config)
     return Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1), pipeline.PipelineState(s, phase, n)
 
 
@@ -551,7 +572,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(128))), 0)
     # (1) out^T <- (C z^T + n delta^T) * a, and (2)
     out = inter_tile_output(acc, pipe_state, z, shared, config)
-    if config.RESULT == SUMS_OF_PAIRS:  # (7) of other tiles
+    if config.RESULT == SUMS_OF_READERS or config.RESULT == SUMS_OF_WRITES:  # (7) of other tiles
         mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
     C0, C1, N, dn, decay, N0, N1 = acc
     if config.FUSE_NORMALIZER:  # (3), (4) d and its inverse, while few registers are in use
@@ -569,9 +590,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
     if config.FUSE_NORMALIZER:
         out = normalizer.divide_by_denominators(out, shared, half)
-    if config.RESULT == SUMS_OF_PAIRS:
-        mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half + 2, L)
-    elif config.RESULT == GATE_SUMS:
+    if config.RESULT == GATE_SUMS:
         # (7) w . out, summed over the consumer's rows
         mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
     if config.READER == QUERIES:  # what queries read of their own steps' writes
@@ -622,8 +641,14 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     pipe_state = pipeline.PipelineState(0, 0, 0)
     # (11) of the first tile
     mbarrier.wait(shared.full.index(0), 0)
-    S = warpgroup_mma_wait(0, deps=[issue_scores(shared, 0, half, config)])
-    store_scores(S, load_gate_matrix(shared, 0, half, config), shared, 0, 0, ids, half, config)
+    S = issue_scores(shared, 0, half, config)
+    R = S
+    if config.RESULT == SUMS_OF_READERS:
+        R = issue_read_products(shared, 0, half, config)
+        S, R = warpgroup_mma_wait(0, deps=[S, R])
+    else:
+        S = warpgroup_mma_wait(0, deps=[S])
+    store_scores(S, load_gate_matrix(shared, 0, half, config), R, shared, 0, 0, ids, half, config)
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
@@ -681,7 +706,7 @@ def dq_dk_kernel(
         state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
         n_in: Initial n, (segments, H, dqk).
         n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk). With SAVE_SUMS and READER the
-            sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM, or with REVERSE COLUMN_SUM and OTHER_TILES.
+            sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM and COLUMN_SUM, or with REVERSE OTHER_TILES.
         checkpoints: States at checkpoints, (checkpoints, H, dqk, dhv), in the order of `checkpoints.py`.
         n_checkpoints: n at checkpoints, (checkpoints, H, dqk).
         dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8); with READER (checkpoints, H, READERS, 8).
@@ -700,7 +725,7 @@ def dq_dk_kernel(
     """
     WIDTH: gl.constexpr = DY // NUM_SPLITS
     ACCUMULATE_DN: gl.constexpr = IS_SEGMENTED and NORMALIZE and USE_DP_OFFSET and not REVERSE
-    RESULT: gl.constexpr = result_of_store_warp(TRANSPOSED, SAVE_D, READER, SAVE_SUMS)
+    RESULT: gl.constexpr = result_of_store_warp(TRANSPOSED, SAVE_D, READER, SAVE_SUMS, REVERSE)
     partitions(
         (X, Y, Z, W),
         gate_warp.GateSource(
@@ -754,7 +779,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
     delta = pipeline.allocate_vectors(gl.float32, STAGES, L)
     # A buffer that the constants say is not used is an alias of another one, or None.
-    PARTS: gl.constexpr = 16 if config.RESULT == SUMS_OF_PAIRS else 8
+    PARTS: gl.constexpr = 16 if config.RESULT == SUMS_OF_READERS else 8
     partial_dots = delta if config.TRANSPOSED else pipeline.allocate_vectors(gl.float32, STAGES, PARTS * L)
     d = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else partial_dots
     same = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.READER == QUERIES else None
@@ -765,6 +790,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.FUSE_NORMALIZER else None
     initial_n_ready = pipeline.allocate_barrier(2) if config.FUSE_NORMALIZER else None
     RESULT: gl.constexpr = config.RESULT
+    PAIRS: gl.constexpr = config.RESULT == SUMS_OF_READERS or config.RESULT == SUMS_OF_WRITES
     store_config: gl.constexpr = store_warp.StoreWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
     )  # fmt: skip
@@ -802,8 +828,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
                 source, buffers, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config,
             )),
             (store_warp.run_store_warp, (
-                d, w_out, gmem.n_out if RESULT == SUMS_OF_PAIRS else source.vectors, full, empty, params,
-                tiles_per_head, store_config,
+                d, w_out, gmem.n_out if PAIRS else source.vectors, full, empty, params, tiles_per_head, store_config,
             )),
         ],
         [4, 1, 1, 1, 1],

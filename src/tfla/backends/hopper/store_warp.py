@@ -22,9 +22,9 @@ NO_RESULT = gl.constexpr(0)
 DENOMINATORS = gl.constexpr(1)  # d of (T3)
 DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times -u, which DELTA_P holds before
 GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
-SUMS_OF_PAIRS = gl.constexpr(4)  # the same, apart for pairs of steps of different tiles and of one tile, (B7)
+SUMS_OF_WRITES = gl.constexpr(4)  # k . dk of later tiles alone, (B7)
 DOTS_WITH_E = gl.constexpr(5)  # do . E and Z . E of the delta rule, the latter dbeta
-SUMS_OF_READERS = gl.constexpr(6)  # of both readers of the delta rule: what steps read, and pairs of a tile
+SUMS_OF_READERS = gl.constexpr(6)  # of one reader of the delta rule, or of both: what steps read, and pairs of a tile
 DOTS_AND_WRITES = gl.constexpr(7)  # do . E and Z . E, and with gates what later tiles read of each step
 DV_DOTS = gl.constexpr(8)  # dv . E with gates by channel
 
@@ -48,6 +48,14 @@ class StoreWarpConfig(NamedTuple):
     GATED: Any = True  # whether DOTS_AND_WRITES has writes
 
 
+@gluon.jit
+def store_pairs(W, sums, half: gl.constexpr, L: gl.constexpr):
+    """Leave the sums of the rows of half of W, (L, L / 2), and, for each warp, of its columns, for SUMS_OF_READERS."""
+    sums.slice((READ_PARTS + half) * L, L, 0).store(gl.sum(W, 1))
+    of_warps = gl.reshape(gl.sum(gl.reshape(W, [4, 16, L // 2]), 1), [2 * L])
+    sums.slice((READ_PARTS + ROW_PARTS + 2 * half) * L, 2 * L, 0).store(of_warps)
+
+
 @gluon.constexpr_function
 def full_arrivals(result):
     """Return how many arrivals complete a full barrier: load warp, gate warp, and the store warp if it is used."""
@@ -63,8 +71,8 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
         out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E
             or dv . E, (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
-            with SUMS_OF_PAIRS, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs of one tile, (programs,
-            H, tiles, PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
+            with SUMS_OF_WRITES, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs, (programs, H, tiles,
+            PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
@@ -131,7 +139,7 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     L: gl.constexpr = r.shape[0]
     b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
     tiles = (steps + L - 1) // L
-    two_sums: gl.constexpr = config.RESULT == SUMS_OF_PAIRS or config.RESULT == DOTS_WITH_E
+    two_sums: gl.constexpr = config.RESULT == DOTS_WITH_E
     parts: gl.constexpr = result.shape[0] // L // (2 if two_sums else 1)
     if config.RESULT == SUMS_OF_READERS:
         x = add_parts(result, 0, READ_PARTS, r)  # (L)
@@ -160,12 +168,8 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
             gl.store(of_tile + OTHER_TILES * L + r, add_parts(result, DOT_PARTS, WRITE_PARTS, r))
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
-        if config.RESULT == SUMS_OF_PAIRS:
-            # `x` is of other tiles; the sums after it contain the tile itself.
-            in_tile = add_parts(result, parts, parts, r) - x
-            of_step = gate_vectors + row * (PAIR_SUMS * L) + r
-            gl.store(of_step + OTHER_TILES * L if config.REVERSE else out + row * L + r, x)
-            gl.store(of_step + (COLUMN_SUM if config.REVERSE else ROW_SUM) * L, in_tile)
+        if config.RESULT == SUMS_OF_WRITES:
+            gl.store(gate_vectors + row * (PAIR_SUMS * L) + OTHER_TILES * L + r, x)
         elif config.RESULT == SUMS_OF_READERS:
             of_tile = gate_vectors + row * (PAIR_SUMS * L)
             gl.store(out + row * L + r, x)
