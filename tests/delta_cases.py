@@ -258,6 +258,7 @@ def check_beside_rounding(
     if other is not None:
         limits = {name: max(limits[name], 1.1 * error(x, exact[name])) for name, x in other(rounded).items()}
     errors = {name: error(x, exact[name]) for name, x in solve(rounded).items()}
+    assert errors.keys() == costs.keys()
     assert all(e <= limits[n] for n, e in errors.items()), {n: e / costs[n] for n, e in errors.items()}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED
-from delta_cases import check_beside_terms, delta_problem, with_short_gates
+from delta_cases import check_beside_rounding, check_beside_terms, delta_problem, with_short_gates
 
 pytest.importorskip("triton")
 
@@ -48,3 +48,12 @@ def test_gates_in_bfloat16() -> None:
     """How much a tile lets pass is the sum of its gates in float32, in whatever dtype they are."""
     p = with_short_gates(delta_problem("gdn", gates="long", T=70, B=1, H=1, Hq=1, K=16, V=16, dtype=torch.bfloat16))
     check_beside_terms(p, solve(p))
+
+
+@pytest.mark.parametrize(
+    ("model", "alike"), [("deltanet", 0.9), ("gdn", 0.9), ("comba", 0.9), ("kda", 0.9), ("gla", 0.0)]
+)
+def test_errors_beside_those_of_rounding(model: str, alike: float) -> None:
+    """Errors are at most 1.5 times what rounding inputs and outputs costs; other gates and sizes run on GPUs."""
+    p = delta_problem(model, T=130, B=1, H=1, Hq=1, K=32, V=32, alike=alike)
+    check_beside_rounding(p, "medium", solve, torch.bfloat16)

@@ -165,14 +165,16 @@ def test_gates(gates: str, alike: float) -> None:
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])
-@pytest.mark.parametrize("gates", GATES_WITH_MEMORY)
-def test_errors_beside_those_of_rounding(gates: str, alike: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "gates"), [("deltanet", "medium"), *(("gdn", how) for how in GATES_WITH_MEMORY)]
+)  # DeltaNet has no gates
+def test_errors_beside_those_of_rounding(model: str, gates: str, alike: float) -> None:
     """The bound of the Triton kernels holds for the Hopper kernels, in the simulator where Triton's meet it, too.
 
     float16, which the simulator takes, rounds X as it rounds inputs.
     """
     sizes = {"T": 130, "H": 1, "Hq": 1} if INTERPRETED else {"T": 1000}
-    p = delta_problem("gdn", gates=gates, B=1, K=128, V=128, alike=alike, **sizes)
+    p = delta_problem(model, gates=gates, B=1, K=128, V=128, alike=alike, **sizes)
     hopper, triton = (functools.partial(solve, backward=True, backend=name) for name in ("hopper", "triton"))
     if INTERPRETED:
         check_beside_rounding(p, gates, hopper, DTYPE, triton)
