@@ -152,3 +152,34 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"12")
     with pytest.raises(ValueError, match=r"model.safetensors: not a complete safetensors file"):
         LanguageModel.from_pretrained(tmp_path)
+
+
+def test_dtypes_that_weights_cannot_have() -> None:
+    """A name that is none was kept until the first call."""
+    for name, dtype in (("dtype", "foo"), ("dtype", int), ("param_dtype", "int8"), ("param_dtype", 3)):
+        with pytest.raises(TypeError, match=rf"^{name}: got .*, expected a float dtype"):
+            LanguageModel(config(), rngs=nnx.Rngs(0), **{name: dtype})
+        with pytest.raises(TypeError, match=rf"^{name}: got .*, expected a float dtype"):
+            LanguageModel.from_pretrained("nowhere", **{name: dtype})
+
+
+def test_states_and_offsets_that_do_not_fit() -> None:
+    model = LanguageModel(config(layers=("gla", "gated_delta_net", "retnet"), num_blocks=3), rngs=nnx.Rngs(0))
+    one, ids = model.initial_state(1), jnp.zeros((2, 3), int)
+    with pytest.raises(TypeError, match=r"^state: got NoneType, expected a tuple"):
+        model.step(ids[:, 0], None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^state\[0\]: got NoneType, expected"):
+        model.step(ids[:, 0], (None, *one[1:]))  # type: ignore[arg-type]
+    x = jnp.zeros((2, 3, model.config.d_model))
+    for block, held in zip(model.blocks[1:], one[1:], strict=True):
+        part = r"position" if held.position is not None else r"convolution\[0\]"
+        for call in (lambda m, s: m(x, s), lambda m, s: m.step(x[:, 0], s)):
+            with pytest.raises(ValueError, match=rf"^state\.{part}: got shape \(1, ?.*expected \(2"):
+                call(block.mixer, held)
+    with pytest.raises(ValueError, match=r"^state\.convolution: got 0 entries, expected 3"):
+        model.blocks[1].mixer(x, model.blocks[2].mixer.initial_state(2)._replace(position=None))
+    with pytest.raises(TypeError, match=r"^state\.position: got None, expected numbers"):
+        model.blocks[2].mixer(x, one[2]._replace(position=None))
+    for offsets, kind in ((5, TypeError), ([0, 3], TypeError), ((0, 2), ValueError), (jnp.zeros((), int), ValueError)):
+        with pytest.raises(kind, match=r"^cu_seqlens: "):
+            model(ids[:1], cu_seqlens=offsets)  # type: ignore[arg-type]

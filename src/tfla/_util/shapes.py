@@ -5,7 +5,7 @@ Each raises ValueError, whose message names the argument, what was given and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -60,3 +60,33 @@ def state_parts(
             yield f"{name}.{part}", x, shape
         elif x is not None:
             raise ValueError(f"{name}.{part}: got {array}, expected None: this form has no normalizer")
+
+
+def check_mixer_state(
+    state: Any, sizes: Sequence[tuple[int, int | None]], has_position: bool, sequences: int | None
+) -> None:
+    """Check the parts of a recurrent mixer's state beside the recurrence's, in PyTorch and in JAX.
+
+    Args:
+        state: a MixerState.
+        sizes: for each short convolution how many inputs it keeps, and its channels, None for any number.
+        has_position: whether the state has positions.
+        sequences: how many the state has, (B,); None where its rows are not those of a batch, and shapes not checked.
+
+    Raises:
+        TypeError, ValueError: a part is missing, is one too many, or has another shape.
+    """
+    if len(state.convolution) != len(sizes):
+        raise ValueError(
+            f"state.convolution: got {len(state.convolution)} entries, expected {len(sizes)}, one a short convolution"
+        )
+    if (state.position is not None) != has_position:
+        got, wanted = ("None", "numbers") if has_position else ("numbers", "None")
+        raise TypeError(f"state.position: got {got}, expected {wanted}")
+    if sequences is None:
+        return
+    for number, (held, (inputs, channels)) in enumerate(zip(state.convolution, sizes, strict=True)):
+        expected = sequences, inputs, held.shape[-1] if channels is None else channels
+        check_shape(f"state.convolution[{number}]", held, expected)
+    if state.position is not None:
+        check_shape("state.position", state.position, (sequences,))

@@ -68,13 +68,14 @@ def check_state(state: object, sequences: int, q: Any, v: Any, normalize: bool, 
         check_shape(part, x, shape)
 
 
-def check_cu_seqlens(cu_seqlens: Any, q: Any, axis: str | None = None) -> None:
+def check_cu_seqlens(cu_seqlens: Any, q: Any, axis: str | None = None, name: str = "q") -> None:
     """Check the offsets of packed sequences: an array, or a tuple of ints. Traced values are not checked.
 
     Args:
         cu_seqlens: the offsets.
         q: (B, T, ...).
         axis: the mesh axis over whose devices the steps are divided, T on each of them.
+        name: the name of ``q`` for the caller.
     """
     if isinstance(cu_seqlens, tuple):
         if not all(isinstance(x, int) and not isinstance(x, bool) for x in cu_seqlens):
@@ -88,7 +89,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: Any, axis: str | None = None) -> None:
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_seqlens: got shape {shape}, expected (sequences + 1,)")
     if q.shape[0] != 1:
-        raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
+        raise ValueError(f"{name}: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
     if not is_traced(cu_seqlens):
         at, T = np.asarray(cu_seqlens).tolist(), q.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
         if at[0] != 0 or at[-1] != T:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from tfla.jax.checks import check_cu_seqlens
 from tfla.jax.choice import Offsets
 from tfla.jax.gates import widen
 from tfla.jax.nn import pretrained
@@ -47,6 +48,8 @@ class LanguageModel(nnx.Module):
         self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = None, param_dtype: Any = jnp.float32
     ) -> None:
         check_config(config, "mlstm_exp", "mlstm_sig", *MIXERS)
+        check_dtype("dtype", dtype)
+        check_dtype("param_dtype", param_dtype)
         self.config = config
         std = input_std(config.d_model)
         self.embedding = nnx.Embed(
@@ -107,6 +110,8 @@ class LanguageModel(nnx.Module):
             raise ValueError(
                 f"document_start: got shape {document_start.shape}, expected that of ids, {tuple(ids.shape)}"
             )
+        if cu_seqlens is not None and context_parallel is None:
+            check_cu_seqlens(cu_seqlens, ids, name="ids")
         before = self._check_state(state)
         x, after = self.embedding(ids), []
         for block, old in zip(self.blocks, before, strict=True):
@@ -143,9 +148,12 @@ class LanguageModel(nnx.Module):
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
         check_ids(ids, "(B,)", 1)
+        if state is None:
+            raise TypeError("state: got NoneType, expected a tuple with one entry a block")
         x, after = self.embedding(ids), []
-        for block, old in zip(self.blocks, self._check_state(state), strict=True):
-            assert old is not None
+        for number, (block, old) in enumerate(zip(self.blocks, self._check_state(state), strict=True)):
+            if old is None:
+                raise TypeError(f"state[{number}]: got NoneType, expected the state of a block")
             x, new = block.step(x, old)
             after.append(new)
         return self.logits(x), tuple(after)
@@ -187,6 +195,8 @@ class LanguageModel(nnx.Module):
             ValueError: a file is broken, or the weights do not fit the config.
             ImportError: safetensors is not installed.
         """
+        check_dtype("dtype", dtype)
+        check_dtype("param_dtype", param_dtype)
         return pretrained.load(cls, directory, dtype, param_dtype, overrides)
 
     def _check_state(self, state: ModelState | None) -> tuple[State | MixerState | KeyValues | None, ...]:
@@ -254,3 +264,13 @@ def check_ids(ids: Any, shape: str, dims: int) -> None:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {shape}")
     if dims > 1 and ids.shape[1] < 1:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise TypeError unless dtype is None or a float dtype of JAX."""
+    try:
+        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(f"{name}: got {dtype!r}, expected a float dtype or None")

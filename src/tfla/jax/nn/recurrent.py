@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from tfla._util.shapes import check_mixer_state
 from tfla.jax import kernels
 from tfla.jax.api import linear_attention
 from tfla.jax.checks import check_context_parallel, check_cu_seqlens
@@ -316,13 +317,13 @@ class RecurrentMixer(nnx.Module):
         context_parallel: str | None = None,
     ) -> tuple[Array, MixerState | None]:
         """Mix whole sequences; arguments and results are those of :meth:`tfla.jax.nn.MLSTM.__call__`."""
-        self._check_state(state)
+        self._check_state(state, len(x) if cu_seqlens is None and context_parallel is None else None)
         run = SequenceRun(self, x, state, document_start, cu_seqlens, return_state, context_parallel)
         return self.mix(x, run), run.new_state()
 
     def step(self, x: Array, state: MixerState) -> tuple[Array, MixerState]:
         """Mix one token of each sequence: x (B, d_model), and return the result and the state after it."""
-        self._check_state(state)
+        self._check_state(state, len(x))
         run = Run(self, state)
         mixed, new = self.mix(x, run), run.new_state()
         assert new is not None
@@ -360,10 +361,19 @@ class RecurrentMixer(nnx.Module):
         """Return the short convolutions."""
         return (self.q_conv, self.k_conv, self.v_conv) if self.has_convolution else ()
 
-    def _check_state(self, state: object) -> None:
-        """Raise TypeError unless state is None or one of a recurrent mixer."""
-        if state is not None and not isinstance(state, MixerState):
+    def _check_state(self, state: object, sequences: int | None) -> None:
+        """Raise unless state is None or one of a mixer like this, apart from what the operator checks.
+
+        Args:
+            state: the state.
+            sequences: how many it has, (B,); None where its rows are not those of a batch.
+        """
+        if state is None:
+            return
+        if not isinstance(state, MixerState):
             raise TypeError(f"state: got {type(state).__name__}, expected MixerState")
+        sizes = [(conv.size - 1, conv.weight.shape[0]) for conv in self._convolutions()]
+        check_mixer_state(state, sizes, self.has_position, sequences)
 
 
 def input_projection(in_features: int, out_features: int, options: Options) -> nnx.Linear:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from tfla._util.shapes import check_mixer_state
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, output_std
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.nn.mixers.steps_pass import StepsPass
-from tfla.ops.checks import check_shape
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
 
@@ -155,23 +155,14 @@ class RecurrentMixer(SequenceMixer):
             return
         if not isinstance(state, MixerState):
             raise TypeError(f"state: got {type(state).__name__}, expected MixerState")
-        convolutions = self._convolutions()
-        if len(state.convolution) != len(convolutions):
-            raise ValueError(
-                f"state.convolution: got {len(state.convolution)} tensors, expected {len(convolutions)}, one for each "
-                "short convolution"
-            )
-        if (state.position is None) == self.has_position:
-            wanted = ("None", "a tensor") if self.has_position else ("a tensor", "None")
-            raise TypeError(f"state.position: got {wanted[0]}, expected {wanted[1]}")
-        if sequences is None or self.context_parallel is not None:  # processes that share steps raise together
-            return
-        for number, (held, conv) in enumerate(zip(state.convolution, convolutions, strict=True)):
-            # Under tensor parallelism a process holds the channels of its heads.
-            channels = held.shape[-1] if hasattr(conv.weight, "device_mesh") else conv.weight.shape[0]
-            check_shape(f"state.convolution[{number}]", held, (sequences, conv.size - 1, channels))
-        if state.position is not None:
-            check_shape("state.position", state.position, (sequences,))
+        if self.context_parallel is not None:  # processes that share steps raise together
+            sequences = None
+        # Under tensor parallelism a process holds the channels of its heads.
+        sizes = [
+            (conv.size - 1, None if hasattr(conv.weight, "device_mesh") else conv.weight.shape[0])
+            for conv in self._convolutions()
+        ]
+        check_mixer_state(state, sizes, self.has_position, sequences)
 
 
 def strengths(config: ModelConfig) -> Any:
