@@ -238,3 +238,25 @@ def test_refuses_what_is_not_supported(name: str, changed: dict[str, Any], kind:
     given = {n: x[n] for n in ("q", "k", "v", "g", "beta") if n in inspect.signature(run).parameters}
     with pytest.raises(kind, match=message):
         run(**(given | changed))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", [1, 5])
+def test_errors_have_the_names_of_the_package(T: int) -> None:
+    """They named the arguments of tfla's operators; a step with a tensor of too few dimensions was an IndexError."""
+    q, v, g = torch.zeros(2, T, 2, 4), torch.zeros(2, T, 2, 3), torch.zeros(2, T, 2)
+    for call in (
+        lambda **given: ours.chunk_gated_delta_rule(q, q, v, g, g, **given),
+        lambda **given: ours.fused_recurrent_delta_rule(q, q, v, g, **given),
+        lambda **given: ours.chunk_kda(q, q, v, q, g, **given),
+        lambda **given: ours.chunk_gated_delta_product(q, q, v, g, g, num_householder=1, **given),
+    ):
+        with pytest.raises(TypeError, match=r"^use_qk_l2norm_in_kernel: got 'no', expected True or False"):
+            call(use_qk_l2norm_in_kernel="no")
+    for writes, kind in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(kind, match=r"^num_householder: got "):
+            ours.chunk_gated_delta_product(q, q, v, g, g, num_householder=writes)
+    with pytest.raises(ValueError, match=r"^v: got shape \(2, \d, 2\), expected"):
+        ours.chunk_delta_rule(q, q, g, g)
+    with pytest.raises(TypeError, match=r"^q: got list, expected a tensor"):
+        ours.chunk_delta_rule([1], q, v, g)

@@ -69,11 +69,15 @@ def delta_scan(
     Returns:
         o (B, T, HV, V), and the final states in the same layout, or None.
     """
-    check_flags(output_final_state=output_final_state, state_v_first=state_v_first)
+    check_flags(
+        output_final_state=output_final_state, state_v_first=state_v_first,
+        use_qk_l2norm_in_kernel=options.get("normalize_qk", False),
+    )  # fmt: skip
     if initial_state is not None:
         initial_state = key_first(initial_state, q, v, cu_seqlens, state_v_first)
     state = None if initial_state is None else tfla.State(initial_state)
-    if q.dim() == 4 and q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
+    has_heads = all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, v))
+    if has_heads and q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
         if state is None:
             dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
             shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])

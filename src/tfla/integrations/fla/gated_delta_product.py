@@ -11,6 +11,7 @@ from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import final_state
 from tfla.integrations.fla.options import refuse
 from tfla.integrations.fla.scan import key_first
+from tfla.nn.validation import check_int
 
 __all__ = ["chunk_gated_delta_product"]
 
@@ -54,7 +55,8 @@ def chunk_gated_delta_product(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     refuse(cp_context=cp_context)
-    check_flags(output_final_state=output_final_state)
+    check_flags(output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    check_int("num_householder", num_householder, 1)
     state = None
     if initial_state is not None:
         state = tfla.State(key_first(initial_state, q, v, cu_seqlens, False))
