@@ -144,6 +144,8 @@ def refused(group: dist.ProcessGroup, *, what: str) -> str:
         leaves["k"] = plain["k"]
     elif what == "plain q":
         leaves["q"] = plain["q"]
+    elif what.endswith("states"):
+        options = {**options, "states_every": 2}
     try:
         if what in ("indices", "gla indices", "step indices"):
             _call_with_indices(p, leaves, what)  # type: ignore[arg-type]

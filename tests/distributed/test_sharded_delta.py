@@ -116,6 +116,8 @@ BAD = {
     "plain q": r"k: got a DTensor, expected a plain tensor, as q is",
     "indices": r"state_indices: got them with q of type DTensor, expected plain tensors",
     "gla indices": r"state_indices: got them with DTensors, expected plain tensors",
+    "gla states": r"states_every: got it with q of type DTensor, expected plain tensors",
+    "dplr states": r"states_every: got it with q of type DTensor, expected plain tensors",
     "step indices": r"state_indices: got them with DTensors, expected plain tensors",
 }
 
