@@ -163,7 +163,10 @@ OF_TILES = ["decay_operands", "decay_operands", "channel_h_scan"]
 NAMES_BY_CHANNEL = [*OF_TILES, *OF_TILES, "channel_dv_scan", "channel_gradients"]
 
 
-HOPPER = ["chunk_gates", "solve_kernel", "delta_h_kernel", "chunk_gates", "delta_dv_dk_kernel", "delta_dq_dk_kernel"]
+HOPPER = [
+    "chunk_gates", "solve_kernel", "delta_h_kernel",
+    "chunk_gates", "solve_kernel", "delta_dv_dk_kernel", "delta_dq_dk_kernel",
+]  # fmt: skip
 HOPPER_BY_CHANNEL = [
     "channel_operands_kernel", "solve_kernel", "decay_operands", "channel_h_kernel",
     "channel_operands_kernel", "decay_operands", "channel_h_kernel", "channel_dv_kernel",
