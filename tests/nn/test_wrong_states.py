@@ -10,7 +10,7 @@ from invariant_models import CASES, build, leaves, tokens
 from torch import Tensor
 
 import tfla
-from tfla.nn import KeyValues, LanguageModel, MixerState
+from tfla.nn import KeyValues, LanguageModel, MixerState, ModelConfig
 
 RECURRENT = [case for case in CASES if case not in ("attention", "window and sinks", "hybrid")]
 
@@ -179,3 +179,28 @@ def test_scatter_checks_all_parts_first(case: str) -> None:
             with pytest.raises((TypeError, ValueError), match=r"^states\.(convolution|position)\S*: got "):
                 own.scatter([1], states)
     assert all(torch.equal(t, old) for t, old in zip(leaves(own), before, strict=True))
+
+
+def test_states_are_compared_with_one_that_is_kept_until_the_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wider = (
+        LanguageModel(ModelConfig(d_model=width, num_blocks=2, num_heads=2, vocab_size=8, mixer="gated_delta_net"))
+        for width in (16, 32)
+    )
+    made: list[str] = []
+    initial_state = LanguageModel.initial_state
+
+    def counted(self: LanguageModel, *args: Any) -> Any:
+        made.append(args[1])
+        return initial_state(self, *args)
+
+    monkeypatch.setattr(LanguageModel, "initial_state", counted)
+    state, ids = initial_state(model, 1), torch.zeros(1, dtype=torch.int64)
+    for _ in range(3):
+        _, state = model.step(ids, state)
+    assert made == ["meta"]
+    for name, module in wider.named_children():
+        setattr(model, name, module)
+    with pytest.raises(ValueError, match="^state"):
+        model.step(ids, state)
+    model.step(ids, initial_state(wider, 1))
+    assert made == ["meta"] * 2
