@@ -166,7 +166,7 @@ def page() -> str:
             "input gates go with all. `print(tfla.explain(…))` says for one call why others are not taken. The backend "
             "`triton` needs Triton 3.4 or newer, `hopper` 3.6 or newer; with an earlier one `triton` takes its calls. "
             "Tests compile the kernels with Triton 3.4, 3.6, 3.7.1 and 3.9; what GPUs have measured is of 3.6. With "
-            "3.9 the kernel for the gradients of KDA on Hopper keeps more numbers in memory "
+            "3.9 the kernel for the gradients of KDA on Hopper spills more than its test allows "
             "([hopper-channels.md](hopper-channels.md#gradients-channel_gradientspy)).",
             backends_table(),
             "## Other libraries' interfaces",

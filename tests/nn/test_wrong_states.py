@@ -200,7 +200,7 @@ def test_states_are_compared_with_one_that_is_kept_until_the_model_changes(monke
     assert made == ["meta"]
     for name, module in wider.named_children():
         setattr(model, name, module)
-    with pytest.raises(ValueError, match="^state"):
+    with pytest.raises(ValueError, match=r"^state"):
         model.step(ids, state)
     model.step(ids, initial_state(wider, 1))
     assert made == ["meta"] * 2
