@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tfla.ops.context_parallel import parts
 from tfla.ops.context_parallel.cuts import Placement
 
 
-def _operators(T: int) -> dict[str, Callable[..., Tensor]]:
+def _operators(T: int) -> dict[str, functools.partial[Tensor]]:
     """Calls of T steps with two heads, and for delta_product with two writes in each step."""
     x, gate = torch.ones(1, T, 2, 4, dtype=torch.float64), torch.zeros(1, T, 2, dtype=torch.float64)
     k, beta = torch.ones(1, 2 * T, 2, 4, dtype=torch.float64), torch.zeros(1, 2 * T, 2, dtype=torch.float64)
@@ -30,6 +29,7 @@ def _operators(T: int) -> dict[str, Callable[..., Tensor]]:
         "channel gates": functools.partial(tfla.linear_attention, x, x, x, -x),
         "delta_rule": functools.partial(tfla.delta_rule, x, x, x, gate),
         "delta_product": functools.partial(tfla.delta_product, x, k, k, beta, writes=2),
+        "dplr": functools.partial(tfla.dplr, x, x, x, x, x, -x),
     }
 
 
@@ -64,7 +64,7 @@ def _refusal(
     return str(refused.value)
 
 
-OPERATORS = sorted(_operators(1))
+OPERATORS = sorted(set(_operators(1)) - {"dplr"})  # which is a call of several writes as delta_product is
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -113,6 +113,17 @@ def test_orders_and_lengths(
         assert re.match(message, found), found
 
 
+@pytest.mark.parametrize("operator", ["mlstm", "delta_product"])
+@pytest.mark.parametrize(("parts", "options"), [((4, 5), {"order": "zigzag"}), ((4, 5), {"lengths": (4, 6)})])
+def test_compiled_parts_that_one_process_cannot_cut(
+    pool: Pool, operator: str, parts: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """The process that cannot trace the call compares its part with the others when its graph runs."""
+    given = {"operator": operator, "parts": parts, "offsets": (None,), "options": options, "compiled": True}
+    for found in pool.run(2, _refusal, **given):
+        assert re.match("q: got 4, 5 steps on the 2 processes of context_parallel, expected ", found), found
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_offsets_that_differ(pool: Pool, operator: str) -> None:
     for message in pool.run(
@@ -143,7 +154,10 @@ def test_dense_parts_of_zigzag_may_differ(pool: Pool) -> None:
     torch.testing.assert_close(torch.cat([first[:, :1], second, first[:, 1:]], 1), whole)
 
 
-def _refusals(group: dist.ProcessGroup, *, operator: str, case: str, compiled: bool = False) -> str:
+def _refusals(
+    group: dist.ProcessGroup, *, operator: str, case: str, compiled: bool = False, backend: str = "aot_eager",
+    dynamic: bool | None = None,
+) -> str:  # fmt: skip
     """Return the message of the exception of this process; the arguments of the first one differ from the others'."""
     first, T = dist.get_rank(group) == 0, 6
     call = _operators(T)[operator]
@@ -155,15 +169,29 @@ def _refusals(group: dist.ProcessGroup, *, operator: str, case: str, compiled: b
         options["cu_seqlens"] = torch.tensor([0.0, 12.0] if first else [0, 12])
     elif case == "chunk":
         options["chunk_size"] = True if first else 4
+        options["return_state"] = True
+    elif case == "kernel":
+        options["kernel"] = "none of that name" if first else None
+    elif case == "shape":
+        *tensors, gate = call.args
+        call = functools.partial(call.func, *tensors, gate[:, :-1] if first else gate, **call.keywords)
+    elif case == "writes":
+        options["writes"] = 0 if first else 2
     elif case == "packed":
         options["cu_seqlens"] = torch.tensor([0, 5, 12]) if first else None
     elif case == "order":
         options["context_parallel"] = ContextParallel(group, order="zigzag") if first else group
     elif case == "lengths":
         options["context_parallel"] = ContextParallel(group, lengths=(6, 6)) if first else group
-    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+
+    def traced(*tensors: Tensor, options: dict[str, Any]) -> Tensor:
+        found = call.func(*tensors, **{**call.keywords, **options})
+        return found[0] + found[1].C.sum() if isinstance(found, tuple) else found
+
+    torch._dynamo.reset()  # calls of other cases count among the recompilations of this function
+    run = torch.compile(traced, backend=backend, fullgraph=True, dynamic=dynamic) if compiled else traced
     with pytest.raises((ValueError, TypeError)) as refused:
-        run(**options)
+        run(*(x.requires_grad_() for x in call.args), options=options).sum().backward()
     return str(refused.value)
 
 
@@ -173,15 +201,44 @@ OF_ANOTHER = (
 )
 
 
-@pytest.mark.parametrize("operator", ["linear_attention", "delta_rule"])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("case", "message"),
-    [("state", "initial_state"), ("offsets", "cu_seqlens: got torch.float"), ("chunk", "chunk_size: got ")],
+    ("operator", "case", "message"),
+    [
+        ("linear_attention", "state", "initial_state"),
+        ("delta_rule", "state", "initial_state"),
+        ("linear_attention", "offsets", "cu_seqlens: got torch.float"),
+        ("delta_rule", "offsets", "cu_seqlens: got torch.float"),
+        ("mlstm", "chunk", "chunk_size: got "),
+        ("delta_rule", "chunk", "chunk_size: got "),
+        ("mlstm", "kernel", "kernel: got 'none of that name'"),
+        ("delta_rule", "kernel", "kernel: got 'none of that name'"),
+        ("linear_attention", "shape", "log_f: got shape (1, 5, 2)"),
+        ("delta_product", "shape", "beta: got shape (1, 11, 2)"),
+        ("dplr", "shape", "log_f: got shape (1, 5, 2, 4)"),
+    ],
 )
-def test_arguments_that_one_process_refuses(pool: Pool, operator: str, case: str, message: str) -> None:
+def test_arguments_that_one_process_refuses(pool: Pool, operator: str, case: str, message: str, compiled: bool) -> None:
     """Those of the other are valid, also with dense parts, which fit together whatever they are."""
-    first, second = pool.run(2, _refusals, operator=operator, case=case)
+    first, second = pool.run(2, _refusals, operator=operator, case=case, compiled=compiled)
     assert message in first
+    assert second == OF_ANOTHER
+
+
+def test_a_number_of_writes_that_one_process_refuses(pool: Pool) -> None:
+    first, second = pool.run(2, _refusals, operator="delta_product", case="writes")
+    assert "writes: got 0, expected at least 1" in first
+    assert second == OF_ANOTHER
+
+
+@pytest.mark.parametrize(
+    ("operator", "options"),
+    [("mlstm", {"dynamic": True}), ("delta_rule", {"dynamic": True}), ("delta_product", {"backend": "inductor"})],
+)
+def test_compiled_arguments_that_one_process_refuses(pool: Pool, operator: str, options: dict[str, Any]) -> None:
+    """The sizes in the message may be symbols of the traced call."""
+    first, second = pool.run(2, _refusals, operator=operator, case="shape", compiled=True, **options)
+    assert re.match(r"(f|beta): got shape \(1, (5|11), 2\), expected \(1, (6|12), ", first), first
     assert second == OF_ANOTHER
 
 
@@ -216,6 +273,50 @@ def _layer(group: dist.ProcessGroup, *, name: str) -> str:
 def test_layers_of_which_one_process_has_offsets(pool: Pool, name: str) -> None:
     for message in pool.run(2, _layer, name=name):
         assert re.match(r"cu_seqlens: got offsets that differ .* \(3 up to 12, none\)", message), message
+
+
+def _own_argument(group: dist.ProcessGroup, *, name: str, compiled: bool) -> str:
+    """Return the message of a layer that gets a state that it does not take on one process alone."""
+    config = ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=8, mixer=name)  # type: ignore[arg-type]
+    layer: Any = LanguageModel(config).blocks[0].mixer
+    layer.context_parallel = group
+    first = dist.get_rank(group) == 0
+    state = None if not first else layer.initial_state(1, torch.device("cpu")) if name == "attention" else "a state"
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    with pytest.raises((TypeError, ValueError)) as refused:
+        run(torch.zeros(1, 6, 16, requires_grad=True), state, cu_seqlens=torch.tensor([0, 5, 12]))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gated_delta_net", "state: got str, expected MixerState"),
+        ("attention", "cu_seqlens, state: got both, expected at most one of them in attention"),
+    ],
+)
+def test_layers_of_which_one_process_refuses_its_arguments(pool: Pool, name: str, message: str, compiled: bool) -> None:
+    first, second = pool.run(2, _own_argument, name=name, compiled=compiled)
+    assert first == message
+    assert second == OF_ANOTHER
+
+
+def _compiled_layer(group: dist.ProcessGroup, *, name: str) -> str:
+    """Return the message of a compiled layer that has another number of steps on each process."""
+    config = ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=8, mixer=name)  # type: ignore[arg-type]
+    layer: Any = LanguageModel(config).blocks[0].mixer
+    layer.context_parallel = group
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError) as refused:
+        run(torch.zeros(1, 4 + dist.get_rank(group), 16), cu_seqlens=torch.tensor([0, 5, 9]))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "attention"])
+def test_compiled_layers_compare_their_parts(pool: Pool, name: str) -> None:
+    for message in pool.run(2, _compiled_layer, name=name):
+        assert re.match(r"x: got 4, 5 steps on the 2 processes .*, here \(4, 5\)$", message), message
 
 
 def test_compiled_writes_are_counted_in_steps(pool: Pool) -> None:

@@ -15,7 +15,9 @@ def check_shape(name: str, x: Any, allowed: tuple[int | str, ...]) -> None:
     if shape == allowed:  # first, because it is much faster and holds for most
         return
     if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
-        raise ValueError(f"{name}: got shape {tuple(shape)}, expected ({', '.join(map(str, allowed))})")
+        # torch.compile formats no symbols; the length of a range makes constants of them.
+        sizes = [str(len(range(a)) if isinstance(a, int) else a) for a in allowed]
+        raise ValueError(f"{name}: got shape {tuple(shape)}, expected ({', '.join(sizes)})")
 
 
 def check_input_shapes(q: Any, k: Any, v: Any, gates: dict[str, Any], time: bool) -> None:

@@ -5,7 +5,8 @@ The delta rule gets the writes of a step as steps of its own. The first one has 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
     from tfla.ops.context_parallel.group import Group
+
+
+class Writes(NamedTuple):
+    """The arguments of the delta rule for all writes, (B, T x writes, ...)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_f: Tensor | None
+    read_key: Tensor | None
 
 
 @overload
@@ -132,10 +144,6 @@ def delta_product(
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
     """
-    if isinstance(writes, bool) or not isinstance(writes, int | torch.SymInt):
-        raise TypeError(f"writes: got {type(writes).__name__}, expected an int")
-    if writes < 1:
-        raise ValueError(f"writes: got {writes}, expected at least 1")
     options: dict[str, Any] = {
         "scale": scale, "return_state": return_state, "chunk_size": chunk_size, "backend": backend, "kernel": kernel,
         "context_parallel": context_parallel, "state_indices": state_indices, "states_every": states_every,
@@ -147,6 +155,20 @@ def delta_product(
         return _on_local_tensors(
             delta_product, given, initial_state, writes=writes, normalize_qk=normalize_qk, **options
         )
+    return _compute(
+        _writes_of_product, (q, k, v, beta, log_f), initial_state, cu_seqlens, writes, normalize_qk=normalize_qk,
+        **options,
+    )  # fmt: skip
+
+
+def _writes_of_product(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_f: Tensor | None, writes: int
+) -> Writes:
+    """Return the writes of :func:`delta_product`, after the checks of its arguments."""
+    if isinstance(writes, bool) or not isinstance(writes, int | torch.SymInt):
+        raise TypeError(f"writes: got {type(writes).__name__}, expected an int")
+    if writes < 1:
+        raise ValueError(f"writes: got {writes}, expected at least 1")
     checks.check_float("q", q)
     checks.check_shape("q", q, ("B", "T", "H", "dqk"))
     B, T, Hq, dqk = q.shape
@@ -161,8 +183,7 @@ def delta_product(
         check_gates_shape(log_f, (B, T, v.shape[2]), dqk)
         open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
         log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
-    steps = queries, k, v, beta, log_f, None
-    return _compute(steps, initial_state, cu_seqlens, writes, normalize_qk=normalize_qk, **options)
+    return Writes(queries, k, v, beta, log_f, None)
 
 
 @overload
@@ -278,6 +299,13 @@ def dplr(
     if is_distributed(q):
         given = {"q": q, "k": k, "v": v, "a": a, "b": b, "log_f": log_f, "cu_seqlens": cu_seqlens}
         return _on_local_tensors(dplr, given, initial_state, **options)
+    return _compute(
+        _writes_of_dplr, (q, k, v, a, b, log_f), initial_state, cu_seqlens, 2, read_before_decay=True, **options
+    )
+
+
+def _writes_of_dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_f: Tensor, _: int) -> Writes:
+    """Return the writes of :func:`dplr`, after the checks of its arguments."""
     for name, x in {"q": q, "k": k, "a": a, "b": b}.items():
         checks.check_float(name, x)
         checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
@@ -298,12 +326,14 @@ def dplr(
     # The first write has key b, value 0 and beta -1: it adds b (C^T a)^T, C being the state before the decay. The
     # second one has key k and value v and reads nothing.
     one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
-    steps = each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)), each(a, zero(a))
-    return _compute(steps, initial_state, cu_seqlens, 2, read_before_decay=True, **options)
+    return Writes(
+        each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)), each(a, zero(a))
+    )  # fmt: skip
 
 
 def _compute(
-    steps: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    find: Callable[..., Writes],
+    given: tuple[Tensor | None, ...],
     initial_state: State | None,
     cu_seqlens: Tensor | None,
     writes: int,
@@ -320,7 +350,8 @@ def _compute(
     """Compute the delta rule over the writes of all steps, and return the outputs of the steps.
 
     Args:
-        steps: q, k, v, beta, log_f and read_key of the writes, (B, T x writes, ...).
+        find: the function that checks the tensors of the call and returns the writes of all steps.
+        given: the tensors of the call, q, k and v first.
         initial_state, scale, return_state, context_parallel, state_indices: as in :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps.
         states_every: the number of steps between the states that are returned, which is checked.
@@ -332,23 +363,37 @@ def _compute(
         h after the last write of each step, (B, T, H, dhv); with ``return_state`` also the final state, and with
         ``states_every`` the states between.
     """
-    q, k, v, beta, log_f, read_key = steps
-    if cu_seqlens is not None:
+
+    def prepare() -> tuple[Writes, Tensor | None]:
+        """Return the writes and their offsets, after the checks."""
+        steps = find(*given, writes)
+        if cu_seqlens is None:
+            return steps, None
         check = checks.check_cu_seqlens if context_parallel is None else checks.check_offsets
-        check(cu_seqlens, q[:, ::writes])
-        cu_seqlens = cu_seqlens * writes
+        check(cu_seqlens, steps.q[:, ::writes])
+        return steps, cu_seqlens * writes
+
+    try:
+        steps, offsets = prepare()
+    except Exception as error:
+        if context_parallel is None:
+            raise
+        from tfla.ops.context_parallel.group import context_parallel_of
+        from tfla.ops.context_parallel.refusals import refuse_call
+
+        own = context_parallel_of(context_parallel)
+        return refuse_call(error, prepare, *own, given, cu_seqlens, return_state, False)
     found: Any
     if states_every is not None:
-        tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f, "read_key": read_key}
         found = with_states_every(
-            delta_rule, tensors, writes * states_every, initial_state=initial_state, return_state=return_state,
-            cu_seqlens=cu_seqlens, context_parallel=context_parallel, state_indices=state_indices, scale=scale,
+            delta_rule, steps._asdict(), writes * states_every, initial_state=initial_state, return_state=return_state,
+            cu_seqlens=offsets, context_parallel=context_parallel, state_indices=state_indices, scale=scale,
             read_before_decay=read_before_decay, normalize_qk=normalize_qk, **options,
         )  # fmt: skip
     else:
         request = DeltaRequest(
-            q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=None, dt_bias=None, state=initial_state,
-            cu_seqlens=cu_seqlens, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+            **steps._asdict(), A_log=None, dt_bias=None, state=initial_state, cu_seqlens=offsets, correct=True,
+            read_before_decay=read_before_decay, normalize_qk=normalize_qk,
             beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state,
             scale=checks.check_scale(scale), **options,
         )  # fmt: skip

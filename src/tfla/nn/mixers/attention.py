@@ -13,7 +13,7 @@ from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
 from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
-from tfla.nn.mixers.gather_steps import SharedSteps, check_parts
+from tfla.nn.mixers.gather_steps import SharedSteps, start_shared
 from tfla.nn.mixers.key_values import KeyValues, check_state, reads_values
 from tfla.nn.mixers.ring import ring_attention
 from tfla.nn.mixers.rotary import rotate_both
@@ -73,9 +73,7 @@ class Attention(SequenceMixer):
             ValueError: a state is given together with cu_seqlens, or states_every with context parallelism.
         """
         if self.context_parallel is not None:
-            if states_every is not None:
-                raise ValueError("states_every: got it with context_parallel, expected None in attention")
-            return self._forward_part(x, state, document_start, cu_seqlens, return_state)
+            return self._forward_part(x, state, document_start, cu_seqlens, return_state, states_every)
         return self._forward_whole(x, state, document_start, cu_seqlens, return_state, states_every)
 
     def _forward_whole(
@@ -121,6 +119,7 @@ class Attention(SequenceMixer):
         document_start: Tensor | None,
         cu_seqlens: Tensor | None,
         return_state: bool,
+        states_every: StatesEvery | None,
     ) -> tuple[Tensor, KeyValues | None]:
         """Return the output of this process's steps (B, T, d_model), which attend to all steps up to them.
 
@@ -129,11 +128,23 @@ class Attention(SequenceMixer):
         of cu_seqlens on the CPU. States are the same on all processes.
         """
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        check_parts(self.context_parallel, x, cu_seqlens)
-        shared = SharedSteps(self.context_parallel, x.shape[1])
-        if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
-        _check_whole(state, cu_seqlens, k)
+
+        def check() -> None:
+            """Check the states."""
+            if states_every is not None:
+                raise ValueError("states_every: got it with context_parallel, expected None in attention")
+            _check_whole(state, cu_seqlens, k)
+
+        def start() -> SharedSteps:
+            """Return the steps of all processes."""
+            shared = SharedSteps(self.context_parallel, x.shape[1])
+            if cu_seqlens is not None:
+                check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
+            return shared
+
+        q, shared = start_shared(self.context_parallel, x, q, cu_seqlens, check=check, start=start)
+        if shared is None:  # refused, with an error that the graph raises
+            return q, None
         sinks = None if self.sinks is None else self.sinks()
         if state is None and not return_state and k[:, :1].numel() * shared.total > GATHERED:
             h = self._attend_in_rounds(q, k, v, document_start, cu_seqlens, sinks, shared)

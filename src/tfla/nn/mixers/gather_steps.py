@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.nn.mixers.spans import Spans
-from tfla.ops.context_parallel import parts
 from tfla.ops.context_parallel.group import context_parallel_of
+from tfla.ops.context_parallel.parts import check_parts
+from tfla.ops.context_parallel.refusals import checked, refuse
 from tfla.ops.transforms import needs_dispatcher
+
+R = TypeVar("R")
 
 
 def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
@@ -30,21 +34,51 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     return found
 
 
-def check_parts(group: Any, x: Tensor, cu_seqlens: Tensor | None = None, *, equal: bool = True) -> None:
-    """Run :func:`tfla.ops.context_parallel.parts.check_parts` on x (B, T, ...), but not under torch.compile.
+def start_shared(
+    group: Any,
+    x: Tensor,
+    read: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    check: Callable[[], object],
+    start: Callable[[], R],
+    equal: bool = True,
+) -> tuple[Tensor, R | None]:
+    """Check a call of a layer on every process that shares its steps, before any of them waits for another one.
 
     Args:
-        group: the argument `context_parallel` of :func:`tfla.mlstm`. Without lengths all parts are equal.
-        x: (B, T, ...), this process's part.
+        group: the argument `context_parallel` of :func:`tfla.mlstm`.
+        x: (B, T, d_model), the input of the layer.
+        read: (B, T, ...), what the layer computes from next.
         cu_seqlens: the offsets of packed sequences.
-        equal: whether dense parts have to be equal too.
+        check: raises an error of arguments that the processes do not compare.
+        start: raises an error of this process's part; eager calls compare all parts before.
+        equal: whether dense parts have to be equal too, without lengths.
+
+    Returns:
+        ``read`` and the result of ``start``. In a traced call that is refused, the output of the layer and None; its
+        graph raises the error when it runs.
 
     Raises:
-        ValueError: a process has another number of steps or other offsets. All processes raise it.
+        ValueError, TypeError: the arguments of a process are invalid; every process raises an error.
     """
     placement, name = context_parallel_of(group)
-    if not torch.compiler.is_compiling() and not needs_dispatcher((x, cu_seqlens)):
-        parts.check_parts(placement, name, x, cu_seqlens, name="x", equal=equal)
+    compiling = torch.compiler.is_compiling()
+
+    def prepare() -> R | None:
+        """Check what is known without the other processes."""
+        check()
+        return start() if compiling else None
+
+    try:
+        found = prepare()
+    except Exception as error:
+        return refuse(error, prepare, placement, name, (x,), cu_seqlens, [x.shape])[0], None
+    if compiling:
+        return checked(placement, name, read, cu_seqlens, equal), found
+    if not needs_dispatcher((x, cu_seqlens)):
+        check_parts(placement, name, x, cu_seqlens, name="x", equal=equal)
+    return read, start()
 
 
 class SharedSteps:

@@ -20,7 +20,6 @@ from tfla.nn.layers import CLOSED_GATE
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
-from tfla.nn.mixers.gather_steps import check_parts
 from tfla.nn.mixers.shared_convolution import SharedConvolution
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.ops.api import linear_attention
@@ -88,8 +87,6 @@ class SequencePass(Pass):
         states_every: StatesEvery | None = None,
     ) -> None:
         group = None if is_empty_batch(x, cu_seqlens) else mixer.context_parallel
-        if group is not None:
-            check_parts(group, x, cu_seqlens, equal=cu_seqlens is not None)
         self.part = None if group is None else ContextPart(group, x.shape[1])
         self.sequences: Documents | None = None  # where processes share the steps, those of states
         if self.part is not None and cu_seqlens is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -12,9 +13,11 @@ from tfla._util.shapes import check_mixer_state
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, output_std
 from tfla.nn.mixer_state import MixerState, StatesEvery
+from tfla.nn.mixers.gather_steps import start_shared
 from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.nn.mixers.steps_pass import StepsPass
+from tfla.ops.checks import is_empty_batch
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
 
@@ -94,8 +97,20 @@ class RecurrentMixer(SequenceMixer):
         it. With ``cu_seqlens`` they reach no other sequence, but with ``context_parallel`` this holds only where states
         are given or returned: other calls close gates, since the exchange is faster.
         """
-        self._check_state(state, len(x) if cu_seqlens is None else None)
-        run = SequencePass(self, x, state, document_start, cu_seqlens, return_state, states_every)
+        check = functools.partial(self._check_state, state, len(x) if cu_seqlens is None else None)
+        start = functools.partial(
+            SequencePass, self, x, state, document_start, cu_seqlens, return_state, states_every
+        )  # fmt: skip
+        run: SequencePass | None
+        if self.context_parallel is None or is_empty_batch(x, cu_seqlens):
+            check()
+            run = start()
+        else:
+            x, run = start_shared(
+                self.context_parallel, x, x, cu_seqlens, check=check, start=start, equal=cu_seqlens is not None
+            )
+        if run is None:  # refused, with an error that the graph raises
+            return x, None
         mixed = self.mix(x, run)
         if states_every is not None:
             states_every.states += run.states_between()

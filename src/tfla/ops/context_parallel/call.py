@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -12,10 +13,11 @@ from tfla._util.caching import CallCache
 from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.ops import checks
 from tfla.ops.context_parallel.cuts import Cut, Placement
-from tfla.ops.context_parallel.group import context_parallel_of
+from tfla.ops.context_parallel.group import check_traced_part, context_parallel_of
 from tfla.ops.context_parallel.local import Call, Shape
-from tfla.ops.context_parallel.parts import check_parts, tell_refusal
-from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_of
+from tfla.ops.context_parallel.parts import check_parts
+from tfla.ops.context_parallel.refusals import refuse_call
+from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_if_it_fits, cut_of
 from tfla.ops.dispatch import Request, backend_inputs, call_signature, check, choose, spec_of, with_log_gates
 from tfla.ops.gates import clamp
 from tfla.ops.state import State
@@ -92,6 +94,23 @@ def _checked(request: Request, placement: Placement, group: str) -> tuple[Hashab
     return signature, None, x
 
 
+def _prepared(
+    request: Request, placement: Placement, group: str
+) -> tuple[Hashable, _Plan | None, Inputs, Cut | None, tuple[Backend, str, int] | None]:
+    """Return the results of :func:`_checked`, the part of this process, and what runs the call.
+
+    The part is None if the call is traced, has a plan, or has steps that do not fit. Then nothing is chosen either but
+    for a traced call.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`attend_part`.
+    """
+    signature, found, x = _checked(request, placement, group)
+    traced = needs_dispatcher((*x[:-1], request.lengths))
+    cut = None if traced or found is not None else cut_if_it_fits(placement, x.q.shape[1], request.lengths)
+    return signature, found, x, cut, _choose(request, x, cut) if traced or cut is not None else None
+
+
 def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Tensor, State]:
     """Compute the operator on this process's part of the sequence.
 
@@ -105,28 +124,28 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
     """
     placement, group = context_parallel_of(context_parallel)
     cu_seqlens = request.lengths
-    if torch.compiler.is_compiling():
-        signature, found, x = _checked(request, placement, group)
-    else:
+    prepare = functools.partial(_prepared, request, placement, group)
+    refused = request[:5], cu_seqlens, request.return_state, request.normalize
+    try:
+        signature, found, x, cut, chosen = prepare()
+    except Exception as error:
+        return refuse_call(error, prepare, placement, group, *refused)
+    if needs_dispatcher((*x[:-1], cu_seqlens)):
+        check = functools.partial(check_traced_part, context_parallel, x.q.shape[1])
         try:
-            signature, found, x = _checked(request, placement, group)
-        except Exception:
-            tell_refusal(placement, group, request[:5], cu_seqlens)
-            raise
-    if found is not None:
-        call = found.call
+            check()
+        except ValueError as error:
+            return refuse_call(error, check, placement, group, *refused, compare=True)
+    else:
         check_parts(placement, group, x.q, cu_seqlens)
-        h, *final = attend_eagerly(_with_gates(x, request, BACKENDS[call.backend]), call)
+    if found is not None:
+        h, *final = attend_eagerly(_with_gates(x, request, BACKENDS[found.call.backend]), found.call)
         return _result(request, h, final)
     x = x._replace(cu_seqlens=cu_seqlens)
-    traced = needs_dispatcher(x)
-    cut: Cut | None = None
-    local = x._replace(C=None, n=None, m=None, cu_seqlens=None)  # a traced call chooses by the shapes of its arguments
-    if not traced:
-        check_parts(placement, group, x.q, cu_seqlens)
-        cut = cut_of(placement, x.q.shape[1], cu_seqlens)
-        local = _as_the_backend_reads(x, cut)
-    backend, kernel, chunk_size = choose(local, request.normalize, request.backend, request.kernel, request.chunk_size)
+    if chosen is None:
+        cut = cut_of(placement, x.q.shape[1], cu_seqlens)  # raises, now that the other processes have compared theirs
+        chosen = _choose(request, x, cut)
+    backend, kernel, chunk_size = chosen
     spec = spec_of(request, x, backend, kernel, chunk_size)
     with_gates = _with_gates(x, request, backend)
     if cut is None:
@@ -137,6 +156,12 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
         _PLANS.add(signature, _Plan(call, convert))
         h, *final = attend_eagerly(with_gates, call)
     return _result(request, h, final)
+
+
+def _choose(request: Request, x: Inputs, cut: Cut | None) -> tuple[Backend, str, int]:
+    """Return the backend, its kernel and the chunk size; a traced call, without a cut, chooses by its own shapes."""
+    local = x._replace(C=None, n=None, m=None, cu_seqlens=None) if cut is None else _as_the_backend_reads(x, cut)
+    return choose(local, request.normalize, request.backend, request.kernel, request.chunk_size)
 
 
 def _with_gates(x: Inputs, request: Request, backend: Backend) -> Inputs:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from tfla.backends import DeltaInputs
+from tfla.backends import DeltaBackend, DeltaInputs
 from tfla.ops import checks
 from tfla.ops.context_parallel.call import check_global_offsets, check_no_transforms
 from tfla.ops.context_parallel.cuts import Cut
 from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_traced
 from tfla.ops.context_parallel.delta_states import PER_STEP
-from tfla.ops.context_parallel.group import context_parallel_of
+from tfla.ops.context_parallel.group import check_traced_part, context_parallel_of
 from tfla.ops.context_parallel.local import DeltaCall, Shape
-from tfla.ops.context_parallel.parts import check_parts, tell_refusal
-from tfla.ops.context_parallel.registration import cut_of
+from tfla.ops.context_parallel.parts import check_parts
+from tfla.ops.context_parallel.refusals import refuse_call
+from tfla.ops.context_parallel.registration import cut_if_it_fits, cut_of
 from tfla.ops.delta_dispatch import DeltaRequest, activated_inputs, check, choose, spec_of
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher
@@ -46,6 +49,22 @@ def _checked(request: DeltaRequest) -> DeltaInputs:
     return x._replace(C=request.state.C)
 
 
+def _prepared(
+    request: DeltaRequest, placement: Placement
+) -> tuple[DeltaInputs, Cut | None, tuple[DeltaBackend, str, int] | None]:
+    """Return the inputs of :func:`_checked`, the part of this process, and what runs the call.
+
+    The part is None if the call is traced or has steps that do not fit; then nothing is chosen.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`delta_part`.
+    """
+    x = _checked(request)
+    traced = needs_dispatcher((*x[:-1], request.cu_seqlens))
+    cut = None if traced else cut_if_it_fits(placement, x.q.shape[1], request.cu_seqlens)
+    return x, cut, _choose(request, x, cut) if traced or cut is not None else None
+
+
 def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1) -> Tensor | tuple[Tensor, State]:
     """Compute the delta rule on this process's part of the sequence.
 
@@ -61,25 +80,26 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
     """
     placement, group = context_parallel_of(context_parallel, writes)
     of_steps, cu_seqlens = context_parallel_of(context_parallel)[0], request.cu_seqlens
-    if torch.compiler.is_compiling():
-        x = _checked(request)
-    else:
+    prepare = functools.partial(_prepared, request, placement)
+    refused = request[:PER_STEP], cu_seqlens, request.return_state, False
+    try:
+        x, cut, chosen = prepare()
+    except Exception as error:
+        return refuse_call(error, prepare, of_steps, group, *refused)
+    if needs_dispatcher((*x[:-1], cu_seqlens)):
+        check = functools.partial(check_traced_part, context_parallel, x.q.shape[1] // writes)
         try:
-            x = _checked(request)
-        except Exception:
-            tell_refusal(of_steps, group, request[:PER_STEP], cu_seqlens)
-            raise
-    traced = needs_dispatcher((*x[:-1], cu_seqlens))
-    if not traced:
+            check()
+        except ValueError as error:
+            return refuse_call(error, check, of_steps, group, *refused, compare=True, writes=writes)
+    else:
         check_parts(of_steps, group, x.q, cu_seqlens, writes=writes)
-        if writes > 1:  # its errors count steps
+        if writes > 1:  # errors count steps
             cut_of(of_steps, x.q.shape[1] // writes, None if cu_seqlens is None else cu_seqlens // writes)
-    cut = None if traced else cut_of(placement, x.q.shape[1], cu_seqlens)
-    # A traced call chooses by the shapes of its arguments.
-    local = x._replace(C=None) if cut is None else _as_the_backend_reads(x, cut)
-    backend, kernel, chunk_size = choose(
-        local, bool(request.read_before_decay), request.backend, request.kernel, request.chunk_size
-    )
+    if chosen is None:
+        cut = cut_of(placement, x.q.shape[1], cu_seqlens)  # raises, now that the other processes have compared theirs
+        chosen = _choose(request, x, cut)
+    backend, kernel, chunk_size = chosen
     spec = spec_of(request, x, backend, kernel, chunk_size)
     x = (x if backend.takes_activations else activated_inputs(x, request))._replace(cu_seqlens=cu_seqlens)
     if cut is None:
@@ -87,3 +107,9 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
     else:
         h, C = delta_eagerly(x, DeltaCall(cut, placement, group, backend.name, spec, None))
     return (h, State(C)) if request.return_state else h
+
+
+def _choose(request: DeltaRequest, x: DeltaInputs, cut: Cut | None) -> tuple[DeltaBackend, str, int]:
+    """Return the backend, its kernel and the chunk size; a traced call, without a cut, chooses by its own shapes."""
+    local = x._replace(C=None) if cut is None else _as_the_backend_reads(x, cut)
+    return choose(local, bool(request.read_before_decay), request.backend, request.kernel, request.chunk_size)

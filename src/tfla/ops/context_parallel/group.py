@@ -91,3 +91,23 @@ def context_parallel_of(group: object, writes: int = 1) -> tuple[Placement, str]
     given = group if isinstance(group, ContextParallel) else ContextParallel(group)  # type: ignore[arg-type]
     placement = given.placement
     return placement._replace(lengths=tuple(n * writes for n in placement.lengths)), given.group_name
+
+
+@constant
+def _limits(group: object) -> tuple[int | None, bool]:
+    """Return the steps that this process has by the lengths, None without any, and whether it has two equal spans."""
+    placement, _ = context_parallel_of(group)
+    lengths = placement.lengths
+    return (sum(lengths[p] for p in placement.positions), False) if lengths else (None, placement.spans_here == 2)
+
+
+def check_traced_part(group: object, T: int) -> None:
+    """Raise unless this process's part of a traced call, T steps, fits the order and the lengths of the group.
+
+    T may be a symbol, with which the tracer computes little.
+    """
+    steps, in_two = _limits(group)
+    if steps is not None and steps != T:
+        raise ValueError(f"q: got T = {T}, expected {steps}, by the lengths of context_parallel")
+    if in_two and T % 2:
+        raise ValueError(f"q: got T = {T}, expected an even number of steps with order 'zigzag' and no lengths")

@@ -29,6 +29,14 @@ def cut_of(placement: Placement, T: int, cu_seqlens: Tensor | None) -> Cut:
     return cut_dense(placement, T) if cu_seqlens is None else cut_packed(placement, T, tuple(cu_seqlens.tolist()))
 
 
+def cut_if_it_fits(placement: Placement, T: int, cu_seqlens: Tensor | None) -> Cut | None:
+    """Return the result of :func:`cut_of`, or None where it raises: first all processes compare their parts."""
+    try:
+        return cut_of(placement, T, cu_seqlens)
+    except ValueError:
+        return None
+
+
 def _without_offsets(tensors: Sequence[Any]) -> Inputs:
     """Return the inputs without the offsets of whole sequences, which the backend must not read."""
     return Inputs(*tensors[: NUM_INPUTS - 1], None)  # type: ignore[call-arg]
