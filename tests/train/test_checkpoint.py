@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_alone
 
-from tfla._util.errors import UserError
+from tfla._util.errors import UserError, reason_not_written
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import Checkpoints, find_model, latest_checkpoint, restore, verify_manifest
 from tfla.train.config import Optim
@@ -201,6 +202,14 @@ def _die_at_call(number: int) -> None:
                 os._exit(9)
 
     sys.addaudithook(hook)
+
+
+def test_an_error_that_hides_the_operating_system_says_how_much_room_there_is(tmp_path):
+    error = RuntimeError("unexpected pos 704 vs 598")
+    free = r"unexpected pos 704 vs 598 \([\d,]+ bytes are free on its disk\)"
+    assert re.fullmatch(free, reason_not_written(error, tmp_path))
+    error.__cause__ = OSError(28, "No space left on device")
+    assert reason_not_written(error, tmp_path) == "No space left on device"
 
 
 @pytest.mark.parametrize("limit", [1_000, 20_000, 60_000])

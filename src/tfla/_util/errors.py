@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -25,12 +28,29 @@ def reason(error: BaseException) -> str:
 
     This is the message of the operating system if the error or one of its causes has one, else the error's first line.
     """
+    return _of_system(error) or (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def reason_not_written(error: BaseException, folder: Path) -> str:
+    """Return one line on why files could not be written into a folder.
+
+    PyTorch's writers hide the message of the operating system. The line then says how much room the disk has.
+    """
+    if _of_system(error):
+        return reason(error)
+    with suppress(OSError):
+        return f"{reason(error)} ({shutil.disk_usage(folder).free:,} bytes are free on its disk)"
+    return reason(error)
+
+
+def _of_system(error: BaseException) -> str | None:
+    """Return the message of the operating system of an error or one of its causes, or None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
 
 
 def one_line(error: BaseException) -> str:

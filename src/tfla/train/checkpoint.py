@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tfla._util.errors import UserError, notice, reason
+from tfla._util.errors import UserError, notice, reason, reason_not_written
 from tfla._util.files import (
     MANIFEST,
     TEMPORARY,
@@ -160,7 +160,8 @@ class Checkpoints:
 
     def _not_written(self, target: Path, error: BaseException) -> UserError:
         """Return the error for a checkpoint that cannot be written."""
-        return UserError(f"{target}: the checkpoint cannot be written: {reason(error)}; {self.last_good()}")
+        why = reason_not_written(error, self.directory)
+        return UserError(f"{target}: the checkpoint cannot be written: {why}; {self.last_good()}")
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint; None if there is no checkpoint. A notice names each newer broken one.

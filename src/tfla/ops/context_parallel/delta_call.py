@@ -10,7 +10,7 @@ from torch import Tensor
 from tfla.backends import DeltaBackend, DeltaInputs
 from tfla.ops import checks
 from tfla.ops.context_parallel.call import check_global_offsets, check_no_transforms
-from tfla.ops.context_parallel.cuts import Cut
+from tfla.ops.context_parallel.cuts import Cut, Placement
 from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_traced
 from tfla.ops.context_parallel.delta_states import PER_STEP
 from tfla.ops.context_parallel.group import check_traced_part, context_parallel_of
