@@ -285,7 +285,7 @@ def test_methods_trace_without_graph_breaks(close: Close, ids: Tensor, document_
 def test_states_of_other_mixers_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
     gla, attention = build("gla"), build("grouped attention")
-    with pytest.raises(TypeError, match=r"^state: got KeyValues, expected MixerState"):
+    with pytest.raises(TypeError, match=r"^state\[0\]: got KeyValues, expected MixerState"):
         gla(ids, attention.initial_state(2))
     with pytest.raises(TypeError, match=r"^state\[0\]: got KeyValues, expected MixerState"):
         Decoder(gla, attention.initial_state(2))

@@ -15,8 +15,8 @@ def check_shape(name: str, x: Any, allowed: tuple[int | str, ...]) -> None:
     if shape == allowed:  # first, because it is much faster and holds for most
         return
     if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
-        # torch.compile formats no symbols; the length of a range makes constants of them.
-        sizes = [str(len(range(a)) if isinstance(a, int) else a) for a in allowed]
+        # torch.compile formats no symbols; the length of a range, which has a limit, makes constants of them.
+        sizes = [str(len(range(a)) if isinstance(a, int) and a < 2**62 else a) for a in allowed]
         raise ValueError(f"{name}: got shape {tuple(shape)}, expected ({', '.join(sizes)})")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tfla.ops.context_parallel.cuts import Placement
 from tfla.ops.context_parallel.parts import check_parts, tell_refusal
 from tfla.ops.state import State
+from tfla.ops.transforms import is_distributed
 
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
 _PLACED = "int rank, int size, str order, SymInt[] lengths, str group"
@@ -82,7 +83,14 @@ for _name in ("tfla::context_check", "tfla::context_refuse"):
 
 def checked(placement: Placement, group: str, x: Tensor, cu_seqlens: Tensor | None, equal: bool) -> Tensor:
     """Return x (B, T, ...) of a traced layer, whose graph runs :func:`.parts.check_parts` on it before it is read."""
-    return x + torch.ops.tfla.context_check(x, cu_seqlens, equal, *placement, group)
+    if not is_distributed(x):
+        return x + torch.ops.tfla.context_check(x, cu_seqlens, equal, *placement, group)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = x.device_mesh  # type: ignore[attr-defined]
+    like = x.to_local().new_empty(x.shape)  # type: ignore[attr-defined]
+    zero = torch.ops.tfla.context_check(like, cu_seqlens, equal, *placement, group)
+    return x + DTensor.from_local(zero, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def refuse(
