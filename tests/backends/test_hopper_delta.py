@@ -149,13 +149,17 @@ def test_gradients_with_scale_of_either_sign_and_0() -> None:
 @pytest.mark.parametrize("alike", [0.0, 0.9])
 @pytest.mark.parametrize("gates", ["long", "medium", "short", "closed", "half", "resets"])
 def test_gates(gates: str, alike: float) -> None:
-    """Errors of h, C and E are at most 1.5 times what rounding inputs and outputs costs, or the Triton kernels'."""
+    """Errors of h and C are at most 1.5 times what rounding costs, or the Triton kernels'; E and X are near theirs."""
+    from tfla.backends.hopper.delta_backend import forward_kernels
+    from tfla.backends.triton import delta
+
     T = 200 if INTERPRETED else 1000
     p = delta_problem("gdn", gates=gates, T=T, B=1, H=1, Hq=1, K=128, V=128, alike=alike)
     exact, costs = truth(p), rounding_of_inputs(p, DTYPE)
     p = p.to(DTYPE)
     x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
-    out, by_triton = BACKEND.forward(x, spec), DELTA_BACKENDS["triton"].forward(x, spec)
+    out = delta.run_forward(x, spec, forward_kernels()._replace(stores_X=True))
+    by_triton = DELTA_BACKENDS["triton"].forward(x, spec)
     for name in ("h", "C"):
         found, other = (error(getattr(o, name).cpu(), exact[name]) for o in (out, by_triton))
         assert found <= max(1.5 * costs[name], 1.1 * other), name
