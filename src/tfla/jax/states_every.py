@@ -20,21 +20,10 @@ from tfla.jax.explicit import as_state_of
 from tfla.jax.inputs import acc_dtype, vary_alike
 from tfla.jax.state import State
 from tfla.jax.state_pool import check_pool, read_rows, write_rows
+from tfla.ops.states_every import check_options
 
 Operator = Callable[..., Any]
 Found = tuple[Array, State, State]
-
-
-def check_options(every: object, return_state: object, context_parallel: object) -> None:
-    """Raise a TypeError or a ValueError if a call with these options cannot return states in between."""
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
-    if every < 1:
-        raise ValueError(f"states_every: got {every}, expected at least 1")
-    if return_state is not True:
-        raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
-    if context_parallel is not None:
-        raise ValueError("states_every: got it with context_parallel, expected at most one of them")
 
 
 def with_states_every(

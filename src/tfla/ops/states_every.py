@@ -88,8 +88,8 @@ def with_states_every(
     return h, pool, between[0]
 
 
-def check_states_every(every: object, return_state: object, context_parallel: object, tensors: Tensors) -> None:
-    """Raise a ValueError or a TypeError if a call with these options and tensors cannot return states in between."""
+def check_options(every: object, return_state: object, context_parallel: object) -> None:
+    """Raise a TypeError or a ValueError if a call with these options cannot return states in between."""
     if isinstance(every, bool) or not isinstance(every, int):
         raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
     if every < 1:
@@ -98,6 +98,11 @@ def check_states_every(every: object, return_state: object, context_parallel: ob
         raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
     if context_parallel is not None:
         raise ValueError("states_every: got it with context_parallel, expected at most one of them")
+
+
+def check_states_every(every: object, return_state: object, context_parallel: object, tensors: Tensors) -> None:
+    """Raise a TypeError or a ValueError if a call with these options and tensors cannot return states in between."""
+    check_options(every, return_state, context_parallel)
     for name in ("q", "v"):
         x = tensors[name]
         if not is_distributed(x):

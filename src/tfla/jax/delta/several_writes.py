@@ -13,8 +13,8 @@ from tfla.jax import checks
 from tfla.jax.choice import Offsets
 from tfla.jax.delta.api import delta_rule
 from tfla.jax.state import State
-from tfla.jax.states_every import check_options
 from tfla.ops.delta_checks import check_gates_shape
+from tfla.ops.states_every import check_options
 
 
 def delta_product(
