@@ -9,7 +9,8 @@ in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward
 being strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, and single a call of one
 head; its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the
 kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled.
-With [parallel] only the kernels of context parallelism are compiled.
+With [parallel] only the kernels of context parallelism are compiled. The short convolution of a layer is the kernel
+"convolution", with its size, the channels and the dtype in place of gate and dims, and [bias] [packed] [state].
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from wgmma_descriptors import disassemble, unset_descriptors
 import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.nn import LanguageModel, ModelConfig, fused_step
+from tfla.nn.mixers import fused_convolution
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
 SEGMENT = 128  # steps between stored states of what is segmented
@@ -300,6 +302,15 @@ def model_step(gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None
             step(torch.zeros(batch, dtype=torch.int64), state)
 
 
+def short_convolution(size: str, channels: str, dtype: str, *variant: str) -> None:
+    before = int(size) - 1 if "state" in variant else 0
+    x = torch.randn(1, before + T, int(channels), dtype=getattr(torch, dtype), requires_grad=True)
+    weight = torch.randn(int(channels), int(size), requires_grad=True)
+    bias = torch.randn(int(channels)) if "bias" in variant else None
+    first = torch.zeros(1, T, dtype=torch.int64) if "packed" in variant else None
+    fused_convolution.convolve(x, weight, bias, first, before).sum().backward()
+
+
 def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found.clear()
     failure = None
@@ -309,6 +320,8 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             decoding(backend, *rest)
         elif kernel == "model":
             model_step(*rest)
+        elif kernel == "convolution":
+            short_convolution(*rest)
         elif kernel == "delta_steps":
             delta_decoding(backend, *rest)
         elif kernel == "delta":

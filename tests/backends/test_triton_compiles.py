@@ -89,6 +89,12 @@ CASES = {
         "comba,256,256,bfloat16,several,low",
         "gla,256,512,float32",
     ],
+    "convolution": [
+        "4,2048,bfloat16",
+        "4,2048,bfloat16,bias,packed",
+        "2,100,float16,state",
+        "5,1024,float32,bias,packed,state",
+    ],
 }
 # Compiled for Hopper alone, to save time
 HOPPER = (

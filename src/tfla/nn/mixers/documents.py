@@ -57,7 +57,7 @@ class Documents:
         """Return the index (B, T) of the last document start up to each token; ``carried`` where there is none."""
         assert self.document_start is not None
         start = torch.where(self.document_start, self.token, BEFORE_ALL).cummax(1).values
-        return torch.where(start < 0, torch.as_tensor(carried, device=start.device), start)
+        return torch.where(start < 0, carried, start)
 
     def within(self, steps: slice) -> Documents:
         """Return the documents of some tokens of a call that is not packed."""

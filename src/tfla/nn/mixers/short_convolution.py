@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from tfla.nn import batch_invariance
 from tfla.nn.layers import at_least_float32, local, recomputed
+from tfla.nn.mixers import fused_convolution, plain_convolution
 from tfla.nn.mixers.documents import Documents
 
 
@@ -53,13 +53,10 @@ class ShortConvolution(nn.Module):
         Returns:
             (B, T, channels) in x's dtype.
         """
-        packed = documents.offsets is not None
-        history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None or packed else before.to(x.dtype)
-        if before is not None and packed:
-            carried = self.carried(before, documents)
-        inputs = torch.cat([history, x], 1)
-        convolve = partial(_convolve, self._silu)
-        return recomputed(convolve, inputs, local(self.weight), _local(self.bias), documents.boundaries(), carried)
+        if before is not None and documents.offsets is not None:
+            carried, before = self.carried(before, documents), None
+        inputs = x if before is None else torch.cat([before.to(x.dtype), x], 1)
+        return self._convolve(inputs, 0 if before is None else self.size - 1, documents.boundaries(), carried)
 
     def step(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one token of each sequence.
@@ -85,12 +82,26 @@ class ShortConvolution(nn.Module):
             (B, T, channels) in x's dtype, and the inputs before and of the tokens, (B, size - 1 + T, channels).
         """
         inputs = torch.cat([before.to(x.dtype), x], 1)
-        return _convolve(self._silu, inputs, local(self.weight), _local(self.bias), None, None), inputs
+        return self._convolve(inputs, self.size - 1, None, None), inputs
 
-    @property
-    def _silu(self) -> Callable[[Tensor], Tensor]:
-        """The activation."""
-        return batch_invariance.silu if self.batch_invariant else F.silu
+    def _convolve(self, inputs: Tensor, before: int, first: Tensor | None, carried: Tensor | None) -> Tensor:
+        """Convolve by the kernels for GPUs where they take the call, else in PyTorch.
+
+        Args:
+            inputs: (B, before + T, channels), the inputs after those before the first token.
+            before: the number of inputs before the first token, size - 1, or 0 where they are zeros.
+            first: (B, T) or (1, T), the index of the first token of each token's document, or None.
+            carried: (1, T, channels), to be added before the activation, or None.
+        """
+        weight, bias = local(self.weight), _local(self.bias)
+        plain = self.batch_invariant or carried is not None  # prefill and decoding have the same bits in PyTorch
+        if not plain and fused_convolution.unsupported(inputs, weight, bias) is None:
+            return fused_convolution.convolve(inputs, weight, bias, first, before)
+        silu = batch_invariance.silu if self.batch_invariant else F.silu
+        if before < self.size - 1:
+            zeros = inputs.new_zeros(inputs.shape[0], self.size - 1, inputs.shape[2])
+            inputs = torch.cat([zeros, inputs], 1)
+        return recomputed(partial(plain_convolution.convolve, silu), inputs, weight, bias, first, carried)
 
     def last_inputs(self, x: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
         """Return the inputs before the token after the last one, of the same document: (B, size - 1, channels).
@@ -153,38 +164,6 @@ def after_sequences(inputs: Tensor, before: Tensor | None, documents: Documents)
     token = torch.arange(-count, 0, device=inputs.device) + documents.offsets.diff()[:, None]  # within its sequence
     older = (token + count).clamp(0, count - 1)[..., None].expand_as(inputs)
     return torch.where((token >= 0)[..., None], inputs, before.to(inputs.dtype).gather(1, older))
-
-
-def _convolve(
-    silu: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None,
-    carried: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Convolve in float32 or float64.
-
-    Args:
-        silu: the activation.
-        x: (B, size - 1 + T, channels), the inputs after those before the first token.
-        weight: (channels, size), the weight of the newest input last.
-        bias: (channels,) or None.
-        first: (B, T) or (1, T), the index of the first token of each token's document, or None.
-        carried: (1, T, channels), to be added, or None.
-
-    Returns:
-        (B, T, channels) in x's dtype.
-    """
-    size = weight.shape[1]
-    steps = x.shape[1] - size + 1
-    wide, weight = at_least_float32(x), at_least_float32(weight)
-    y = wide[:, size - 1 :] * weight[:, -1]
-    token = None if first is None else torch.arange(steps, device=x.device)
-    for j in range(1, size):
-        term = wide[:, size - 1 - j : size - 1 - j + steps] * weight[:, size - 1 - j]
-        if first is not None and token is not None:
-            term = torch.where((token - j >= first)[..., None], term, 0)
-        y = y + term
-    if bias is not None:
-        y = y + bias
-    return silu(y if carried is None else y + carried).to(x.dtype)
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:
