@@ -1,16 +1,18 @@
 """Times the kernels of gates by channel on a GPU, each launch of a forward and backward, with and without wgmma.
 
-    python benchmarks/channels.py [FOLDER ...]
+    python benchmarks/channels.py [FOLDER ...] [--models kda gla] [--steps 8192] [--tokens 65536] [--out FILE]
 
 Each FOLDER is a checkout of the repository; without one it is this one. First the relative errors of all gradients
-against the chunkwise backend in float64 are printed, of 2,048 steps with gates of medium length and with closed gates;
-then the median milliseconds of each launch, in their order, at 65,536 tokens. With wgmma the option that keeps kernels
-from it is taken away: errors there, or an illegal access, are what the option is for.
+against the chunkwise backend in float64 are printed, of at most 2,048 steps with gates of medium length and with closed
+gates; then the median milliseconds of each launch, in their order. With wgmma the option that keeps kernels from it is
+taken away: errors there, or an illegal access, are what the option is for.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from statistics import median
 from typing import Any
 
 MODELS = {"kda": (32, 128, 128), "gla": (8, 256, 512)}  # heads, dqk, dhv
-T, TOKENS, SAMPLES = 8192, 65536, 20
+BUILDS = ("as it is", "wgmma")
+ERROR_STEPS = 2048  # of the sequence whose errors are printed: float64 takes the chunkwise backend long
 HERE = Path(__file__).resolve().parents[1]
 
 
@@ -51,10 +54,10 @@ def gradients(model: str, x: dict[str, Any], backend: str) -> dict[str, Any]:
     return {"h": h.detach(), **{f"d{name}": t for name, t in zip(x, found, strict=True)}}
 
 
-def print_errors(model: str) -> None:
-    """Print the relative errors against the chunkwise backend in float64."""
+def print_errors(model: str, steps: int) -> None:
+    """Print the relative errors of one sequence of so many steps against the chunkwise backend in float64."""
     for closed in (False, True):
-        x = inputs(model, 1, 2048, closed)
+        x = inputs(model, 1, steps, closed)
         exact = gradients(model, {n: t.detach().double().requires_grad_() for n, t in x.items()}, "chunkwise")
         found = gradients(model, x, "triton")
         errors = {n: float((t.double() - exact[n]).norm() / exact[n].norm()) for n, t in found.items()}
@@ -63,8 +66,8 @@ def print_errors(model: str) -> None:
         )
 
 
-def print_times(model: str) -> None:
-    """Print the median milliseconds of each launch of a forward and backward."""
+def print_times(model: str, batch: int, steps: int, repeats: int) -> None:
+    """Print the median milliseconds of each launch of a forward and backward, of so many calls."""
     from unittest import mock
 
     import torch
@@ -72,7 +75,7 @@ def print_times(model: str) -> None:
 
     from tfla._util import caching
 
-    x = inputs(model, TOKENS // T, T)
+    x = inputs(model, batch, steps)
     launch, names, times = JITFunction.run, [], []
 
     def timed(self: Any, *args: Any, **options: Any) -> Any:
@@ -86,7 +89,7 @@ def print_times(model: str) -> None:
 
     gradients(model, x, "triton")
     samples = []
-    for _ in range(SAMPLES):
+    for _ in range(repeats):
         caching.clear_caches()  # what is recorded is replayed past Triton's launch
         names.clear()
         times.clear()
@@ -104,25 +107,61 @@ def without(*device: object) -> Any:
     return {} if device else contextlib.nullcontext()
 
 
-def main() -> None:
-    """Run a process for each checkout and build."""
-    if sys.argv[1:2] != ["--here"]:
-        for folder in sys.argv[1:] or [str(HERE)]:
-            for build in ("as it is", "wgmma"):
-                print(f"{folder}, {build}", flush=True)
-                environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src")}
-                subprocess.run([sys.executable, __file__, "--here", build], env=environment, check=False)
-        return
-    if sys.argv[2] == "wgmma":
+def options() -> argparse.Namespace:
+    """Return the options of the command line.
+
+    Exits with an error that names the option where its value is not allowed.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", default=[str(HERE)], metavar="FOLDER", help="checkouts of the repository")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="which gates and heads")
+    parser.add_argument("--steps", type=int, default=8192, help="steps of a sequence (8192)")
+    parser.add_argument("--tokens", type=int, default=65536, help="steps of all sequences together (65536)")
+    parser.add_argument("--repeats", type=int, default=20, help="calls that are timed (20)")
+    parser.add_argument("--out", type=Path, help="a file that gets the same lines")
+    parser.add_argument("--build", choices=BUILDS, help="measure the package that Python imports, in this process")
+    found = parser.parse_args()
+    for name in ("steps", "tokens", "repeats"):
+        if getattr(found, name) < 1:
+            parser.error(f"--{name}: got {getattr(found, name)}, expected at least 1")
+    if found.tokens % found.steps:
+        parser.error(f"--tokens: got {found.tokens}, expected a multiple of --steps, {found.steps}")
+    return found
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Print errors and times of the package that is imported."""
+    if given.build == "wgmma":
         from tfla.backends.triton import channel_gradients, channel_tiles
 
         for module in (channel_gradients, channel_tiles):
             if not hasattr(module, "ampere_mmas"):
                 return
             module.ampere_mmas = without  # a context before it was an option of the launch
-    for model in MODELS:
-        print_errors(model)
-        print_times(model)
+    for model in given.models:
+        print_errors(model, min(ERROR_STEPS, given.steps))
+        print_times(model, given.tokens // given.steps, given.steps, given.repeats)
+
+
+def main() -> None:
+    """Run a process for each checkout and build."""
+    given = options()
+    if given.build is not None:
+        measure(given)
+        return
+    sizes = (f"--{name}={getattr(given, name)}" for name in ("steps", "tokens", "repeats"))
+    command = [sys.executable, __file__, *sizes, "--models", *given.models]
+    with contextlib.nullcontext() if given.out is None else given.out.open("w") as out:
+        for folder in given.folders:
+            for build in BUILDS:
+                environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src")}
+                with subprocess.Popen(
+                    [*command, "--build", build], env=environment, stdout=subprocess.PIPE, text=True
+                ) as process:
+                    for line in itertools.chain([f"{folder}, {build}\n"], process.stdout or ()):
+                        print(line, end="", flush=True)
+                        if out is not None:
+                            out.write(line)
 
 
 if __name__ == "__main__":
