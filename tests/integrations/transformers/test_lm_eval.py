@@ -12,6 +12,7 @@ from small_tfla import SIZES
 
 from tfla.integrations.transformers.export import export
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.config import without_unused
 from tfla.train.documents import Document
 from tfla.train.tokenizer import ByteTokenizer
 
@@ -43,7 +44,8 @@ def test_log_likelihoods_are_those_of_the_language_model(tmp_path: Path, monkeyp
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(**SIZES | {"vocab_size": 257, "num_blocks": 2}, layers=("kda", "attention")))
+    own = {"vocab_size": 257, "num_blocks": 2, "layers": ("kda", "attention")}
+    model = LanguageModel(ModelConfig(**without_unused(SIZES | own)))
     model.save_pretrained(tmp_path / "own")
     ByteTokenizer().save(tmp_path / "own")
     export(tmp_path / "own", tmp_path / "hf")
