@@ -190,6 +190,10 @@ def mlstm(
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
 
+    NaN or infinity in k or v reaches the outputs of all later steps of its sequence in the heads that read it, and may
+    reach those of earlier steps, back to the start of the tile of steps that a backend computes at once. No bit changes
+    in other batch rows, packed sequences and heads.
+
     All tensors may be DTensors that are sharded over B or the heads; results are then sharded like v.
 
     Autograd, derivatives of gradients, forward-mode AD, `torch.func` and `torch.compile` work; docs/transforms.md says

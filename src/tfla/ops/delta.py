@@ -170,6 +170,8 @@ def delta_rule(
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
 
+    NaN and infinity in an input stay in their sequence and in the heads that read them, as :func:`tfla.mlstm` says.
+
     All tensors may be DTensors that are sharded over B or the heads, A_log and dt_bias over the heads; results are then
     sharded like v.
     """
