@@ -17,6 +17,7 @@ import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS, StepInputs
 from tfla.backends.base import StepSpec
 from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
+from tfla.ops.state_pool import PoolRows
 
 Call = Callable[..., Any]
 ROWS, INDICES = 7, (5, -1, 0, 3)
@@ -249,7 +250,7 @@ def test_more_sequences_than_rows_is_an_error_that_names_the_pool() -> None:
         call(pool)  # without indices the batch is 4
 
 
-def prefill(form: str, device: str) -> tuple[Call, tfla.State]:
+def prefill(form: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[Call, tfla.State]:
     """A call over two packed sequences, of 20 steps and of none, and over two more, and a pool of states."""
     offsets = torch.tensor([0, 20, 20, 31, 37], device=device)
     more: dict[str, Any] = {}
@@ -268,6 +269,7 @@ def prefill(form: str, device: str) -> tuple[Call, tfla.State]:
         p = problem(form, B=1, T=37, H=2, Hq=1, dtype=torch.float32)
         x, more = {name: getattr(p, name).to(device) for name in "qkvif"}, {"input_gate": form}
         fn = tfla.mlstm
+    x = {name: t.to(dtype) for name, t in x.items()}
     generator = torch.Generator().manual_seed(0)
     K, V = x["q"].shape[-1], x["v"].shape[-1]
     parts = (torch.randn(ROWS, 2, *d, generator=generator).to(device) for d in ((K, V), (K,), ()))
@@ -298,6 +300,82 @@ def test_a_prefill_reads_and_writes_rows_of_a_pool(device: str, form: str) -> No
     start.reset([1])
     assert torch.equal(call(own, state_indices=indices), call(start))
     assert same(own, expected)  # without return_state nothing is written
+
+
+KERNEL_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+IN_KERNELS = (*DELTA_FORMS, *SEVERAL_WRITES)  # forms whose kernels read and overwrite rows of a prefill
+
+
+@pytest.fixture(params=[own for own in steppers() if own.values[0].backend == "triton"])
+def kernels(request: pytest.FixtureRequest) -> Stepper:
+    """Return the Triton backend, with each device on which its kernels run."""
+    return request.param
+
+
+def refused(*_: object) -> None:
+    raise AssertionError("rows of the pool are gathered or scattered")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", IN_KERNELS)
+def test_kernels_of_a_prefill_take_the_rows(kernels: Stepper, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit the results of states of their own, without a launch that gathers or scatters; also rows in pages."""
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+    start = pool.gather([5, 1, 0, 3])
+    start.reset([1])
+    expected_h, final = call(start, return_state=True, backend=kernels.backend)
+    expected = pool.clone()
+    expected.scatter([5, 0, 3], final.gather([0, 2, 3]))
+    for method in ("read", "write"):
+        monkeypatch.setattr(PoolRows, method, refused)
+    pages = torch.zeros(ROWS, 2, *pool.C.shape[1:], device=kernels.device)
+    for own in (pool.clone(), tfla.State(pages[:, 1])):
+        own.C.copy_(pool.C)
+        for dtype in (torch.int64, torch.int32):
+            indices = torch.tensor(INDICES, dtype=dtype, device=kernels.device)
+            own.C.copy_(pool.C)
+            assert torch.equal(call(own, state_indices=indices, backend=kernels.backend), expected_h)
+            assert same(own, pool)  # without return_state nothing is written
+            h, new = call(own, return_state=True, state_indices=indices, backend=kernels.backend)
+            assert torch.equal(h, expected_h)
+            assert same(own, expected)
+            assert new is own
+    assert (pages[:, 0] == 0).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["gdn", "kda"])
+def test_kernels_of_a_prefill_write_no_row_out_of_range(
+    kernels: Stepper, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs no host reads the values: a sequence of a row that the pool does not have is NaN, others are right."""
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+    expected_h, final = call(pool.gather([2, 0, 0, 4]), return_state=True, backend=kernels.backend)
+    monkeypatch.setattr("tfla.ops.checks.check_values_of_indices", lambda *_: None)
+    indices = torch.tensor([2, -5, 2**40, 4], device=kernels.device)
+    own, expected = pool.clone(), pool.clone()
+    expected.scatter([2, 4], final.gather([0, 3]))
+    h, _ = call(own, return_state=True, state_indices=indices, backend=kernels.backend)
+    assert h[:, 20:31].isnan().all()
+    rest = [*range(20), *range(31, 37)]
+    assert torch.equal(h[:, rest], expected_h[:, rest])
+    assert same(own, expected)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["gdn", "gla"])
+def test_a_prefill_that_raises_writes_nothing(kernels: Stepper, form: str) -> None:
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+    own, indices = pool.clone(), torch.tensor(INDICES, device=kernels.device)
+    for change, match in (
+        ({"chunk_size": 0}, "chunk_size: got 0"), ({"kernel": "none"}, "kernel: got 'none'"), ({"scale": "1"}, "scale"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=f"^{match}"):
+            call(own, return_state=True, state_indices=indices, backend=kernels.backend, **change)
+    wrong = own._replace(C=own.C[:, :, :-1])
+    with pytest.raises(ValueError, match=r"^initial_state.C: got shape"):
+        call(wrong, return_state=True, state_indices=indices, backend=kernels.backend)
+    assert same(own, pool)
 
 
 @pytest.mark.parametrize("form", ["exp", "gdn", "gla"])

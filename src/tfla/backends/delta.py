@@ -156,6 +156,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     clamps_gates = False  # reads log-gates as the caller gives them; for the others the operator clamps them before
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
     read_after_decay: tuple[str, ...] = ()  # the kernels that cannot
+    reads_rows = False  # has `forward_by_rows`
 
     def default_kernel(self, x: DeltaInputs) -> str:
         """Return the kernel for `kernel=None`."""
@@ -168,6 +169,19 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     @abstractmethod
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
+
+    def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
+        """Compute h where the states are rows of a pool, which is read and overwritten in place, without gradients.
+
+        Args:
+            x: the inputs; x.C is the pool, (rows of the pool, H, dqk, dhv).
+            rows: (N,) int32 or int64: the row of each sequence, or -1 for a state of zeros that is not stored.
+            spec: the options. With `final_state` the rows are overwritten.
+
+        Returns:
+            h; or None, before anything is written, where the backend does not do it: the caller then gathers the rows.
+        """
+        return None
 
     @abstractmethod
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:

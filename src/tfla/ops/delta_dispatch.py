@@ -59,6 +59,23 @@ def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
         the inputs as the backend reads them, and the plan.
 
     Raises:
+        ValueError, TypeError: as :func:`plan_before_activations`.
+    """
+    x, found = plan_before_activations(request)
+    return planned_inputs(x, request, found), found
+
+
+def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaInputs:
+    """Return inputs as the backend of a plan reads them, from those of :func:`plan_before_activations`."""
+    if found.backend.takes_activations:
+        return x
+    return activated_inputs(x, request, clamp_gates=not found.backend.clamps_gates)
+
+
+def plan_before_activations(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
+    """Return the inputs without activations, and the plan.
+
+    Raises:
         ValueError, TypeError: an argument is invalid, or no backend or kernel can run the call as it asks.
     """
     checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
@@ -69,9 +86,7 @@ def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
         _PLANS.add(call, found)
     else:
         x = _inputs(request)
-    if found.backend.takes_activations:
-        return x, found
-    return activated_inputs(x, request, clamp_gates=not found.backend.clamps_gates), found
+    return x, found
 
 
 def activated_inputs(x: DeltaInputs, request: DeltaRequest, clamp_gates: bool = True) -> DeltaInputs:

@@ -12,8 +12,9 @@ from tfla.backends import DELTA_BACKENDS, DeltaInputs
 from tfla.backends.base import packed_bounds
 from tfla.backends.delta import DeltaGrads, DeltaOutputs, DeltaSpec
 from tfla.ops import delta_differentiable, flops
+from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import is_empty_batch
-from tfla.ops.delta_dispatch import DeltaRequest, plan
+from tfla.ops.delta_dispatch import DeltaRequest, plan, plan_before_activations, planned_inputs
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
@@ -67,6 +68,27 @@ delta = DifferentiableOperator(
 )  # fmt: skip
 
 
+def _by_rows(request: DeltaRequest, indices: Tensor) -> Tensor | None:
+    """Return h of a call whose kernels read and overwrite rows of the pool, its state, or None where none do.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
+    pool = request.state
+    if pool is None or request.cu_seqlens is None or not len(pool.C) or pool.C.dtype != torch.float32:
+        return None
+    # The plan is that of a call with a state for each sequence, of which it reads the shape and the dtype.
+    states = (None if t is None else t[:1].expand(len(indices), *t.shape[1:]) for t in pool)
+    own = request._replace(state=State(*states))  # type: ignore[arg-type]
+    x, found = plan_before_activations(own)
+    if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
+        return None
+    x = planned_inputs(x, own, found)._replace(C=pool.C)
+    with without_autocast(x.q.device.type):
+        h: Tensor | None = found.backend.forward_by_rows(x, indices, found.spec)
+    return h
+
+
 def compute(
     request: DeltaRequest, context_parallel: Group | None, state_indices: Tensor | None = None, writes: int = 1
 ) -> Tensor | tuple[Tensor, State]:
@@ -84,7 +106,9 @@ def compute(
     if state_indices is not None:
         if context_parallel is not None:
             raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
-        return attend_by_index(request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)))
+        return attend_by_index(
+            request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)), in_kernels=_by_rows
+        )
     if is_distributed(request.q):
         from tfla.ops import sharded
 

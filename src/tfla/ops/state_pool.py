@@ -1,7 +1,7 @@
 """The rows of a pool of states, read and overwritten by index in plain PyTorch, without a synchronization.
 
-The kernels of decoding steps do the same themselves. Calls over whole sequences gather their initial states here and
-scatter their final ones. An index of -1 stands for no state.
+The kernels of decoding steps do the same themselves, and so do some of those of whole sequences. Other calls over whole
+sequences gather their initial states here and scatter their final ones. An index of -1 stands for no state.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def attend_by_index(
     cu_seqlens: Tensor | None,
     run: Callable[[Any], Any],
     further: Sequence[object] = (),
+    in_kernels: Callable[[Any, Tensor], Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute a call over whole sequences whose initial states are rows of a pool, and its final states too.
 
@@ -104,6 +105,8 @@ def attend_by_index(
         cu_seqlens: the offsets of packed sequences.
         run: the function that computes a call from its arguments.
         further: arguments of the call that are not in the request.
+        in_kernels: the function that computes h from the arguments and the indices with kernels that read and overwrite
+            the rows, or returns None where no kernel does.
 
     Returns:
         h; with `request.return_state` also the pool, whose rows are then overwritten.
@@ -127,13 +130,17 @@ def attend_by_index(
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
         checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")
+    if in_kernels is not None and not needs_dispatcher((q, indices, *pool)):
+        h = in_kernels(request, indices)
+        if h is not None:
+            return (h, pool) if request.return_state else h
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = PoolRows(indices, pool.C.shape[0])
     before = State(*(None if t is None else t.to(wide) for t in rows.read_state(pool)))  # type: ignore[arg-type]
     found = run(request._replace(state=before))
     if not request.return_state:
-        h: Tensor = found
-        return h
+        gathered: Tensor = found
+        return gathered
     rows.write_state(pool, found[1])
     return found[0], pool
 

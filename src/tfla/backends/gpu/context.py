@@ -58,6 +58,7 @@ class LaunchContext:
     checkpoint_steps: int  # steps between state checkpoints
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
+    rows: Tensor | None = None  # (N,) int: the states of packed sequences are these rows of x.C, a pool; -1: none
     # With context parallelism, see `exchanging`:
     exchange: Exchange | None = None  # of states with other processes
     exchanged: list[Tensor] = field(default_factory=list)  # the results of the exchange in a forward

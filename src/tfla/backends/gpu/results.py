@@ -132,6 +132,17 @@ def stored_starts(ctx: LaunchContext, out: Outputs) -> Pair | None:
     return out.chunk_C, out.chunk_n if ctx.spec.normalize else None
 
 
+def ends_of_states(ctx: LaunchContext) -> Pair:
+    """Return where scans of whole sequences read their initial states C and store the final ones, or None.
+
+    Both are the pool of the call where the context has its rows.
+    """
+    C, final = ctx.x.C, ctx.spec.final_state
+    if ctx.rows is not None:
+        return C, C if final else None
+    return dense(ctx, C), ctx.new(ctx.x.sequences, ctx.H, ctx.K, ctx.V) if final else None
+
+
 class Gradients(NamedTuple):
     """The tensors that one backward computes."""
 

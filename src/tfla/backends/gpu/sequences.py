@@ -4,6 +4,9 @@ The host does not read the offsets, because it would have to wait for the GPU, s
 offsets that all other kernels read are therefore the caller's, clamped to [0, T] and each at least as large as the one
 before it. Sequences then neither leave the tensors nor overlap, and the steps outside of all of them are those before
 the first offset and those from the last one on.
+
+Where the states of the sequences are rows of a pool, the rows follow the bounded offsets: kernels that read the offsets
+then find their states without a further argument.
 """
 
 import dataclasses
@@ -41,11 +44,14 @@ def _clear(x, width, first, last, T, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["entries", "T", "w0", "w1", "w2", "w3", "w4"])
 def bound_sequences(
     cu, bounds, x0, x1, x2, x3, x4, entries, T, w0, w1, w2, w3, w4,
-    TENSORS: tl.constexpr, BOUND: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    TENSORS: tl.constexpr, BOUND: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, ROW_PITCH: tl.constexpr,
 ):  # fmt: skip
     """Write the bounded offsets of cu (entries,) to `bounds` and clear steps of no sequence in x0 to x4.
 
     Of x0 (T, w0) to x4 (T, w4), dense, the first TENSORS are used. Without BOUND, cu has been bounded already.
+
+    With ROW_PITCH, x4 (entries - 1,) has the rows of a pool of w4 rows, which are ROW_PITCH rows apart in memory. After
+    the offsets `bounds` gets ROW_PITCH times each row, -1 for row -1, and -2 for a row that the pool does not have.
     """
     first = tl.minimum(tl.maximum(tl.load(cu).to(tl.int64), 0), T)
     last = first
@@ -56,6 +62,11 @@ def bound_sequences(
         if BOUND:
             bounded = tl.maximum(tl.associative_scan(offset, 0, _larger), last)
             tl.store(bounds + at, bounded.to(bounds.dtype.element_ty), mask=(at < entries) & (tl.program_id(0) == 0))
+        if ROW_PITCH > 0:
+            row = tl.load(x4 + at, mask=at < entries - 1, other=-1).to(tl.int64)
+            place = tl.where((row >= 0) & (row < w4), row * ROW_PITCH, tl.where(row == -1, -1, -2))
+            is_row = (at < entries - 1) & (tl.program_id(0) == 0)
+            tl.store(bounds + entries + at, place.to(bounds.dtype.element_ty), mask=is_row)
         last = tl.maximum(last, tl.max(offset, 0))
     if TENSORS > 0:
         _clear(x0, w0, first, last, T, BLOCK)
@@ -74,11 +85,12 @@ def bound(ctx: LaunchContext, *results: Tensor) -> LaunchContext:
 
     Args:
         ctx: The context of a call, with the offsets as given.
-        results: At most MAX_TENSORS dense tensors, (1, T, ...), that the call is going to write.
+        results: At most MAX_TENSORS dense tensors, (1, T, ...), that the call is going to write; with rows one fewer.
     """
     if not ctx.packed:
         return ctx
-    bounds = ctx.new(*ctx.cu_seqlens.shape, dtype=ctx.cu_seqlens.dtype)
+    entries = ctx.x.sequences + 1
+    bounds = ctx.new(entries if ctx.rows is None else 2 * entries - 1, dtype=ctx.cu_seqlens.dtype)
     _launch(ctx, bounds, results)
     return dataclasses.replace(ctx, cu_seqlens=bounds)
 
@@ -92,9 +104,12 @@ def clear(ctx: LaunchContext, *results: Tensor) -> None:
 def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ...]) -> None:
     """Launch `bound_sequences`, without `bounds` only to clear."""
     cu, unused = ctx.cu_seqlens, MAX_TENSORS - len(results)
-    widths = [math.prod(t.shape[2:]) for t in results]
+    tensors, widths = [*results, *[cu] * unused], [*(math.prod(t.shape[2:]) for t in results), *[0] * unused]
+    pitch, C = 0, ctx.x.C
+    if bounds is not None and ctx.rows is not None and C is not None:
+        pitch, tensors[-1], widths[-1] = C.stride(0) // C[0].numel(), ctx.rows, C.shape[0]
     programs = max(1, min(processors(cu.device), ctx.T // STEPS_PER_PROGRAM))
     ctx.launch(bound_sequences, (programs,),
-        cu, cu if bounds is None else bounds, *results, *[cu] * unused, ctx.x.sequences + 1, ctx.T, *widths,
-        *[0] * unused, TENSORS=len(results), BOUND=bounds is not None, ENTRIES=512, BLOCK=1024, num_warps=4,
+        cu, cu if bounds is None else bounds, *tensors, ctx.x.sequences + 1, ctx.T, *widths, TENSORS=len(results),
+        BOUND=bounds is not None, ENTRIES=512, BLOCK=1024, ROW_PITCH=pitch, num_warps=4,
     )  # fmt: skip

@@ -271,7 +271,7 @@ def channel_h_kernel(
     T, tiles_per_head, H, num_work_tiles,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr, CORRECT: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr, SAVE: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
+    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute h, and with SAVE E; or without OUTPUT the states before the tiles.
 
@@ -285,8 +285,8 @@ def channel_h_kernel(
         Out, E: h and the prediction errors.
         states: TMA descriptor of the states, (H * tiles, dhv, dqk), in tiles (64, ROWS).
         decays: The decays of tiles, (H, tiles, dqk) float32.
-        state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
-        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE.
+        state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
+        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
@@ -304,7 +304,7 @@ def channel_h_kernel(
         Config(
             DK=DK, DV=DV, L=L, BLOCKS=BLOCKS, STAGES=STAGES, LATE_STAGES=LATE_STAGES, REVERSE=False, CORRECT=CORRECT,
             SPLIT=SPLIT, USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, OUTPUT=OUTPUT,
-            SAVE=SAVE,
+            SAVE=SAVE, INDEXED=INDEXED,
         ),
     )  # fmt: skip
 
@@ -364,8 +364,8 @@ def launch(
         h: Output, (B, T, H, dhv), or None for the states.
         E: Output for the prediction errors, (B, T, H, dhv), or None.
         states: Without h the output for the states before the tiles, (H, tiles, dhv, dqk).
-        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
-        final: Output for the final states, or None.
+        initial: The initial states, (N, H, dqk, dhv), or None for zeros. Where the context has rows, it is the pool.
+        final: Output for the final states, which may be the pool, or None.
     """
     base = scheduler.launch(ctx.base)
     output = h is not None
@@ -382,5 +382,6 @@ def launch(
         operands.decays if initial is None else initial, operands.decays if final is None else final, base.schedule,
         *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L, BLOCKS=channel_states.blocks(ctx),
         STAGES=ring, LATE_STAGES=late, CORRECT=correct, SPLIT=ctx.split_keys, OUTPUT=output, SAVE=E is not None,
-        IS_VARLEN=base.packed, USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
+        IS_VARLEN=base.packed, USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None,
+        INDEXED=base.rows is not None, num_warps=4,
     )  # fmt: skip

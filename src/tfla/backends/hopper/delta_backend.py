@@ -117,6 +117,10 @@ class HopperDelta(TritonDelta):
         """Compute h, and what the options ask for."""
         return self.run_forward(_for_descriptors(x), spec, forward_kernels())
 
+    def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
+        """Compute h, and read and overwrite rows of the pool x.C inside the scan; None where the scan cannot."""
+        return self.run_forward_by_rows(_for_descriptors(x), rows, spec, forward_kernels())
+
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import delta

@@ -234,7 +234,7 @@ def delta_h_kernel(
     Q, K, V, X, Out, E, gates, beta, state_in, state_out, schedule, T, tiles_per_head, H, group_size, num_work_tiles,
     stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr, SAVE: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
+    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute h, and with SAVE E.
 
@@ -248,8 +248,8 @@ def delta_h_kernel(
         E: TMA descriptor of the prediction errors, in tiles like those of v; unused without SAVE.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
-        state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
-        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE.
+        state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
+        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
@@ -272,7 +272,7 @@ def delta_h_kernel(
         ),
         Config(
             DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=False, SAVE=SAVE, USE_INITIAL_STATE=USE_INITIAL_STATE,
-            STORE_FINAL_STATE=STORE_FINAL_STATE,
+            STORE_FINAL_STATE=STORE_FINAL_STATE, INDEXED=INDEXED,
         ),
     )  # fmt: skip
 
@@ -320,8 +320,8 @@ def launch(
         X: The result of `launch_solve`.
         h: Output, (B, T, H, dhv).
         E: Output for the prediction errors, (B, T, H, dhv), or None.
-        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
-        final: Output for the final states, or None.
+        initial: The initial states, (N, H, dqk, dhv), or None for zeros. Where the context has rows, it is the pool.
+        final: Output for the final states, which may be the pool, or None.
     """
     base, x = scheduler.launch(ctx.base), ctx.x
     rows, half = ROWS.value, COLUMNS.value // 2
@@ -331,5 +331,6 @@ def launch(
         gates if E is None else host.descriptor(base, E, half), gates, ctx.beta, gates if initial is None else initial,
         gates if final is None else final, base.schedule, *delta_tiles.kernel_scalars(ctx),
         DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, SAVE=E is not None, IS_VARLEN=base.packed,
-        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
+        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None,
+        num_warps=4,
     )  # fmt: skip

@@ -47,6 +47,7 @@ class Config(NamedTuple):
     BY_KEYS: Any = False  # consumers hold 64 rows of the state, by COLUMNS, not 64 of its transpose, by ROWS
     CHECKPOINT_STEPS: Any = 0  # steps between checkpoints, for dq and dk
     IS_SEGMENTED: Any = False  # no work tile is a segment
+    INDEXED: Any = False  # `state_in` and `state_out` are a pool, and the schedule has the rows; for h
 
 
 class FragmentIds(NamedTuple):
@@ -156,7 +157,7 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
 def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = False, block: gl.constexpr = 0):
     """Return pointers to what the consumer holds of a state, (64, ROWS) or (64, COLUMNS), and which of them exist.
 
-    Of a state with several blocks of 128 it is block `block`.
+    Of a state with several blocks of 128 it is block `block`. With INDEXED a sequence may have no state.
     """
     layout: gl.constexpr = mma.accumulator_layout(ROWS)
     at = scheduler.state_index(index, params)
@@ -167,7 +168,10 @@ def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = Fals
     )
     x = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
     y = block * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
-    return pointers, (x < DX) & (y < DY)
+    exists = (x < DX) & (y < DY)
+    if config.INDEXED:
+        exists = exists & (at >= 0)
+    return pointers, exists
 
 
 @gluon.jit
@@ -270,6 +274,9 @@ def load_state(index, ids, gmem, params, config, block: gl.constexpr = 0):
     if config.USE_INITIAL_STATE:
         pointers, exists = locate_state(gmem.state_in, index, ids, params, config, block=block)
         C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)
+        if config.INDEXED:
+            # The place of a row that the pool does not have is -2, and that of no row -1.
+            C = gl.where(scheduler.state_index(index, params) < -params.H, float("nan"), C)
     return C
 
 

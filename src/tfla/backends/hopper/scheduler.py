@@ -23,7 +23,7 @@ from tfla.backends.gpu.context import LaunchContext
 
 # The schedule of packed sequences is (segments, FIELDS), int32. The columns of a row:
 FIELDS = tl.constexpr(8)
-SEGMENT_INDEX = tl.constexpr(0)  # index of its states among those of all segments, (segments, H, dqk, dhv)
+SEGMENT_INDEX = tl.constexpr(0)  # index of its states among those of all segments, (segments, H, dqk, dhv), or a pool
 FIRST_TOKEN = tl.constexpr(1)
 NUM_STEPS = tl.constexpr(2)
 FIRST_TILE = tl.constexpr(3)  # index of its first tile among the gate vectors, (H, tiles, VECTORS, L)
@@ -43,7 +43,7 @@ def _bounds(cu_seqlens, sequence, inside):
 @triton.jit(do_not_specialize=["num_sequences", "segment_steps", "num_segments"])
 def schedule_packed(
     cu_seqlens, schedule, num_sequences, segment_steps, num_segments, L: tl.constexpr, SEGMENT_BLOCK: tl.constexpr,
-    SEQUENCE_BLOCK: tl.constexpr,
+    SEQUENCE_BLOCK: tl.constexpr, INDEXED: tl.constexpr = False,
 ):  # fmt: skip
     """Write the schedule of packed sequences: segments by decreasing length, then by index, empty ones last.
 
@@ -61,6 +61,8 @@ def schedule_packed(
         L: Steps of a tile.
         SEGMENT_BLOCK: Segments of one program.
         SEQUENCE_BLOCK: Sequences that are read at once.
+        INDEXED: Whether SEGMENT_INDEX is the place of the sequence's row in a pool of states, which follows the
+            boundaries (`bound_sequences`). Sequences are then not cut.
     """
     segment = (tl.program_id(0) * SEGMENT_BLOCK + tl.arange(0, SEGMENT_BLOCK)).to(tl.int64)
     # (1) The sequence of each segment: the last one whose first segment is not after it.
@@ -100,7 +102,11 @@ def schedule_packed(
     # (4) The row of the schedule.
     row = schedule + rank * FIELDS
     inside = segment < num_segments
-    tl.store(row + SEGMENT_INDEX, segment.to(tl.int32), mask=inside)
+    if INDEXED:
+        place = tl.load(cu_seqlens + num_sequences + 1 + segment, mask=inside, other=-1)
+        tl.store(row + SEGMENT_INDEX, place.to(tl.int32), mask=inside)
+    else:
+        tl.store(row + SEGMENT_INDEX, segment.to(tl.int32), mask=inside)
     tl.store(row + FIRST_TOKEN, (first + start).to(tl.int32), mask=inside)
     tl.store(row + NUM_STEPS, num_steps.to(tl.int32), mask=inside)
     tl.store(row + FIRST_TILE, (first // L + sequence + start // L).to(tl.int32), mask=inside)
@@ -238,6 +244,6 @@ def launch(ctx: LaunchContext) -> LaunchContext:
     schedule, block = ctx.new(ctx.segments, FIELDS.value, dtype=torch.int32), 16
     ctx.launch(schedule_packed, (ceil_div(ctx.segments, block),),
         ctx.cu_seqlens, schedule, ctx.x.sequences, ctx.segment_steps if ctx.segmented else ctx.T + 1, ctx.segments,
-        L=ctx.L, SEGMENT_BLOCK=block, SEQUENCE_BLOCK=64, num_warps=4,
+        L=ctx.L, SEGMENT_BLOCK=block, SEQUENCE_BLOCK=64, INDEXED=ctx.rows is not None, num_warps=4,
     )  # fmt: skip
     return dataclasses.replace(ctx, schedule=schedule)

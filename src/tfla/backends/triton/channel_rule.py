@@ -207,9 +207,9 @@ def forward(ctx: ChannelContext, kernels: ChannelKernels = TRITON) -> DeltaOutpu
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save and spec.correct else None
     base = sequences.bound(base, h, *(() if E is None else (E,)))
     ctx = replace(ctx, base=base)
-    final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
+    initial, final = results.ends_of_states(base)
     operands = channel_tiles.launch(ctx, None, kernels.operands)
-    kernels.h(ctx, operands, x.v, h, E, None, results.dense(base, x.C), final)
+    kernels.h(ctx, operands, x.v, h, E, None, initial, final)
     none = base.placeholder(0)
     X = operands.X if spec.save else None
     chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none

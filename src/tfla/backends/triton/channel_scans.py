@@ -25,6 +25,7 @@ from tfla.backends.triton.channel_tiles import Operands
 from tfla.backends.triton.precise_products import scaled_product, split
 from tfla.backends.triton.scan_tiles import (
     describable,
+    load_initial_columns,
     load_tile,
     locate_scan,
     store_tile,
@@ -43,8 +44,8 @@ def channel_h_scan(
     sequences, T, tiles_of_head, H, vb, vt, vh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     OUTPUT: tl.constexpr, SAVE: tl.constexpr, SAVE_STATES: tl.constexpr, IS_VARLEN: tl.constexpr,
-    USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute h and E, or the states before the tiles: a program computes BV columns of dhv of one head.
 
@@ -57,7 +58,7 @@ def channel_h_scan(
         cu: the offsets of packed sequences, (sequences + 1).
         Out, E: h and the prediction errors, (B, T, H, DV); written with OUTPUT and with SAVE.
         states: the states before the tiles, (H, tiles, DV, DK); written with SAVE_STATES.
-        state_in, state_out: the initial and final states, (sequences, H, DK, DV).
+        state_in, state_out: the initial and final states, (sequences, H, DK, DV); with INDEXED both may be one pool.
     """
     part = tl.program_id(0)
     h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
@@ -78,10 +79,9 @@ def channel_h_scan(
     inside = (rv < DV)[:, None] & (rk < DK)[None, :]
     tile_at = hv * tiles_of_head + tile0
     place = rv[:, None] * DK + rk[None, :]
-    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[None, :]) * DV + rv[:, None]
-    S = tl.zeros([BV, BK], tl.float32)
-    if USE_INITIAL_STATE:
-        S = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
+    S, state_at, exists = load_initial_columns(
+        state_in, cu, sequences, H, col, DK, DV, BK, BV, USE_INITIAL_STATE, INDEXED
+    )
     for step in tl.range(0, tl.cdiv(steps, L).to(tl.int32), num_stages=STAGES, disable_licm=True):
         t = step * L
         k = load_tile(k_at, t, 0, steps, DK, H * DK, L, BK, TMA)  # (L, BK)
@@ -117,7 +117,7 @@ def channel_h_scan(
         if SPLIT:
             S = tl.dot(errors, load_tile(low_at, t, 0, steps, DK, H * DK, L, BK, TMA), S)
     if STORE_FINAL_STATE:
-        tl.store(state_out + state_at, S, mask=inside)
+        tl.store(state_out + state_at, S, mask=exists)
 
 
 @without_unknown_options
@@ -217,8 +217,8 @@ def launch_h(
         h: Output, (B, T, H, dhv), or None.
         E: Output for the prediction errors, (B, T, H, dhv), or None.
         states: Output for the states before the tiles, (H, tiles, dhv, dqk), or None.
-        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
-        final: Output for the final states, or None.
+        initial: The initial states, (N, H, dqk, dhv), or None for zeros. Where the context has rows, it is the pool.
+        final: Output for the final states, which may be the pool, or None.
     """
     base, config = ctx.base, ctx.config
     tiles = config.states if h is None else config.h
@@ -230,6 +230,7 @@ def launch_h(
         base.cu_seqlens, *given, ctx.x.sequences, base.T, base.tiles, base.H, *time_strides(v), BV=tiles.split,
         CORRECT=h is not None and ctx.spec.correct, OUTPUT=h is not None, SAVE=E is not None,
         SAVE_STATES=states is not None, USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None,
+        INDEXED=base.rows is not None,
         TMA=config.descriptors and describable(v), STAGES=tiles.stages, num_warps=tiles.num_warps,
         **ctx.scan_constants,
     )  # fmt: skip

@@ -107,7 +107,9 @@ class DeltaContext:
         return gate_kernels.launch(self.base) if self.gated else self.beta
 
 
-def launch_context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> tuple[LaunchContext, Tensor]:
+def launch_context(
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, rows: Tensor | None = None
+) -> tuple[LaunchContext, Tensor]:
     """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H)."""
     beta = recorder.do(lambda v: v.new_ones(v.shape[:3], dtype=torch.float32), x.v) if x.beta is None else x.beta
     log_f = beta if x.log_f is None or x.channel_gates else x.log_f
@@ -129,6 +131,7 @@ def launch_context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) ->
         checkpoint_steps=CHECKPOINT_STEPS,
         cu_seqlens=offsets,
         schedule=offsets,
+        rows=rows,
     )  # fmt: skip
     return base, beta
 
@@ -178,10 +181,10 @@ def forward(ctx: DeltaContext, kernels: ForwardKernels) -> DeltaOutputs:
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
     ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))
-    final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
+    initial, final = results.ends_of_states(base)
     gates = ctx.gates()
     X = kernels.solve(ctx, gates)
-    kernels.h(ctx, gates, X, h, E, results.dense(ctx.base, x.C), final)
+    kernels.h(ctx, gates, X, h, E, initial, final)
     none = base.placeholder(0)
     chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
     return DeltaOutputs(
@@ -372,10 +375,11 @@ def gate_gradient(
 
 
 def launch_forward(
-    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS
-) -> DeltaOutputs:
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS,
+    rows: Tensor | None = None,
+) -> DeltaOutputs:  # fmt: skip
     """Launch the forward by the kernels that take the call."""
-    base, beta = launch_context(recorder, x, spec)
+    base, beta = launch_context(recorder, x, spec, rows)
     if takes_channel_kernels(x, spec):
         ctx = channel_rule.context(base, x, spec, beta)
         return channel_rule.forward(ctx, kernels.by_channel(ctx))
@@ -402,15 +406,18 @@ def call_signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: 
     return direction, "delta", spec, torch.get_float32_matmul_precision(), static((*x, *more))
 
 
-def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS) -> DeltaOutputs:
-    """Record or replay the launches of the forward."""
-    signature = call_signature(("forward", kernels), x, spec)
+def run_forward(
+    x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS, rows: Tensor | None = None
+) -> DeltaOutputs:
+    """Record or replay the launches of the forward; with `rows`, x.C is the pool that has these rows."""
+    given: Sequence[Tensor | None] = x if rows is None else (*x, rows)
+    signature = call_signature(("forward", kernels), x, spec, *given[len(x) :])
     recorded = recorded_launches(signature)
     if recorded is not None:
-        return DeltaOutputs(*recorded(x))
-    with recording(signature, x) as recorder:
-        given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
-        out = recorder.results = launch_forward(recorder, given, spec, kernels)
+        return DeltaOutputs(*recorded(given))
+    with recording(signature, given) as recorder:
+        inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
+        out = recorder.results = launch_forward(recorder, inputs, spec, kernels, *recorder.given[len(x) :])
     return out
 
 

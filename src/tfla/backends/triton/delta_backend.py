@@ -51,6 +51,7 @@ class TritonDelta(DeltaBackend):
     kernels = ("fused", BY_SEGMENTS)
     read_after_decay = (BY_SEGMENTS,)
     clamps_gates = True
+    reads_rows = True
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
@@ -100,6 +101,23 @@ class TritonDelta(DeltaBackend):
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
         return self.run_forward(x, spec, None)
+
+    def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
+        """Compute h, and read and overwrite rows of the pool x.C inside the scan; None where the scan cannot."""
+        return self.run_forward_by_rows(x, rows, spec, None)
+
+    def run_forward_by_rows(
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, kernels: ForwardKernels | None
+    ) -> Tensor | None:
+        """Compute :meth:`forward_by_rows` with other launchers, if they are given."""
+        from tfla.backends.triton import delta
+
+        C = x.C
+        if spec.kernel == BY_SEGMENTS or x.cu_seqlens is None or C is None or not (len(rows) and x.v.numel()):
+            return None
+        if C.dtype != torch.float32 or not (C.numel() and C[0].is_contiguous()) or C.stride(0) % C[0].numel():
+            return None
+        return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous()).h
 
     def run_forward(self, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels | None) -> DeltaOutputs:
         """Compute the forward with other launchers than those of :mod:`.delta_kernels`, if they are given."""

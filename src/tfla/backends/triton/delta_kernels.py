@@ -201,7 +201,8 @@ def delta_h_scan(
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, vb, vt, vh, bb, bt, bh, eb, et, eh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, GATED: tl.constexpr,
     READ_KEY: tl.constexpr, SAVE: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
-    STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    STORE_FINAL_STATE: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute h, and with SAVE E: a program computes BV columns of dhv of one head of one sequence.
 
@@ -215,7 +216,7 @@ def delta_h_scan(
         gates: the gate vectors, (H, tiles, VECTORS, L) float32, read with GATED.
         cu: the offsets of packed sequences, (sequences + 1).
         Out, E: the outputs, (B, T, H, DV), with the strides eb, et, eh.
-        state_in, state_out: the initial and final states, (sequences, H, DK, DV).
+        state_in, state_out: the initial and final states, (sequences, H, DK, DV); with INDEXED both may be one pool.
         scale: the factor of the queries.
     """
     part = tl.program_id(0)
@@ -231,7 +232,9 @@ def delta_h_scan(
     x_at = tile_access(X + (first * H + hv) * L, steps, L, H * L, L, L, TMA)
     beta += b * bb + t0 * bt + hv * bh
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
-    S, state_at, inside = load_initial_columns(state_in, col, DK, DV, BK, BV, USE_INITIAL_STATE)
+    S, state_at, inside = load_initial_columns(
+        state_in, cu, sequences, H, col, DK, DV, BK, BV, USE_INITIAL_STATE, INDEXED
+    )
     r = tl.arange(0, L)
     for step in tl.range(0, tl.cdiv(steps, L).to(tl.int32), num_stages=STAGES, disable_licm=True):
         t = step * L
@@ -300,7 +303,9 @@ def delta_dv_scan(
     dots += (part * tokens + first) * H + hv
     do_e = dots + tl.num_programs(0) * tokens * H
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
-    S, state_at, inside = load_initial_columns(state_in, col, DK, DV, BK, BV, USE_INITIAL_STATE)
+    S, state_at, inside = load_initial_columns(
+        state_in, cu, sequences, H, col, DK, DV, BK, BV, USE_INITIAL_STATE, False
+    )
     r = tl.arange(0, L)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
@@ -527,8 +532,8 @@ def launch_h(
         X: The result of `launch_solve`.
         h: Output, (B, T, H, dhv).
         E: Output for the prediction errors, (B, T, H, dhv), or None.
-        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
-        final: Output for the final states, or None.
+        initial: The initial states, (N, H, dqk, dhv), or None for zeros. Where the context has rows, it is the pool.
+        final: Output for the final states, which may be the pool, or None.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.h
     errors = h if E is None else E
@@ -537,7 +542,7 @@ def launch_h(
         gates if initial is None else initial, gates if final is None else final, ctx.spec.scale, x.sequences, base.T,
         base.tiles, base.H, base.group, *time_strides(x.q), *time_strides(x.k), *time_strides(ctx.read_key),
         *time_strides(x.v), *time_strides(ctx.beta), *time_strides(h), BV=tiles.split, SAVE=E is not None,
-        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None,
+        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None,
         TMA=ctx.config.descriptors and describable(x.q, x.k, ctx.read_key, x.v, h), STAGES=tiles.stages,
         num_warps=tiles.num_warps, **ctx.constants,
     )  # fmt: skip

@@ -144,25 +144,34 @@ def key_addresses(Q, K, R, row, h, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh):
 
 @triton.jit
 def load_initial_columns(
-    state_in, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    USE_INITIAL_STATE: tl.constexpr,
+    state_in, cu, sequences, H, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    USE_INITIAL_STATE: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Load BV columns of an initial state, from column `col`, for a program of `locate_scan`; they are transposed.
 
     Args:
-        state_in: the initial states, (sequences, H, DK, DV), read with USE_INITIAL_STATE.
+        state_in: the initial states, (sequences, H, DK, DV), read with USE_INITIAL_STATE; with INDEXED a pool.
+        cu: with INDEXED, the places of the sequences' rows in the pool follow the offsets, see `bound_sequences`.
 
     Returns:
-        The columns, (BV, BK) float32, zeros without USE_INITIAL_STATE; and where they are in the states of all
-        sequences, with the mask of those that exist.
+        The columns, (BV, BK) float32, zeros without USE_INITIAL_STATE or a row, NaN where the pool has no such row; and
+        where they are in the states of all sequences, with the mask of those that exist.
     """
     rk = tl.arange(0, BK)
     rv = col + tl.arange(0, BV)
-    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[None, :]) * DV + rv[:, None]
+    at = tl.program_id(1).to(tl.int64)
+    if INDEXED:
+        place = tl.load(cu + sequences + 1 + tl.program_id(1) // H).to(tl.int64)
+        at = place * H + tl.program_id(1) % H
+    state_at = (at * DK + rk[None, :]) * DV + rv[:, None]
     inside = (rv < DV)[:, None] & (rk < DK)[None, :]
+    if INDEXED:
+        inside = inside & (place >= 0)
     S = tl.zeros([BV, BK], tl.float32)
     if USE_INITIAL_STATE:
         S = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
+        if INDEXED:
+            S = tl.where(place < -1, float("nan"), S)
     return S, state_at, inside
 
 

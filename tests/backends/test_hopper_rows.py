@@ -1,0 +1,55 @@
+"""The Hopper kernels of the delta rule and of gates by channel read and overwrite rows of a pool of states.
+
+They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from delta_cases import delta_problem
+from test_hopper_delta import BACKEND, DEVICE, DTYPE, inputs, pytestmark, simulation
+
+__all__ = ["pytestmark", "simulation"]
+
+
+@pytest.mark.parametrize(("model", "K"), [("gdn", 128), ("kda", 72), ("gla", 200)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_rows_are_the_states(model: str, K: int, dtype: torch.dtype) -> None:
+    """Bit by bit those of states of their own: of rows in any order, of no row, and of one that the pool lacks."""
+    p = delta_problem(model, lengths=(3, 70, 0, 5, 9), H=2, Hq=2, K=K, V=136, dtype=DTYPE)
+    x = inputs(p)
+    spec = p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))._replace(save=False)
+    assert x.C is not None
+    pages = torch.randn(7, 2, *x.C.shape[1:], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    pool = pages[:, 1]  # rows that do not follow each other
+    rows = torch.tensor([4, -1, 0, 9, 6], dtype=dtype, device=DEVICE)
+    C = pool[[4, 0, 0, 0, 6]].clone()
+    C[1] = 0
+    expected = BACKEND.forward(x._replace(C=C), spec)
+    after = pages.clone()
+    after[[4, 0, 6], 1] = expected.C[[0, 2, 4]]
+    without = pages.clone()
+    h = BACKEND.forward_by_rows(x._replace(C=without[:, 1]), rows, spec._replace(final_state=False))
+    assert torch.equal(without, pages)
+    assert h is not None
+    written = BACKEND.forward_by_rows(x._replace(C=pool), rows, spec)
+    for found in (h, written):
+        assert torch.equal(found[:, :73], expected.h[:, :73])
+        assert found[:, 73:78].isnan().all()
+        assert torch.equal(found[:, 78:], expected.h[:, 78:])
+    assert torch.equal(pages, after)
+
+
+def test_what_the_kernels_do_not_take_is_left_to_the_caller() -> None:
+    p = delta_problem("gdn", lengths=(3, 7), H=1, Hq=1, K=64, V=64, dtype=DTYPE)
+    x = inputs(p)
+    spec = p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))._replace(save=False)
+    assert x.C is not None
+    rows = torch.tensor([1, 0], device=DEVICE)
+    wide = torch.zeros(2, 1, 64, 65, device=DEVICE)
+    dense = delta_problem("gdn", T=7, B=2, H=1, Hq=1, K=64, V=64, dtype=DTYPE)
+    for other in (
+        x._replace(C=x.C.half()), x._replace(C=wide[..., :64]), x._replace(C=wide[:0, ..., :64]), inputs(dense),
+    ):  # fmt: skip
+        assert BACKEND.forward_by_rows(other, rows, spec) is None
