@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
-from delta_cases import MODELS, DeltaProblem, options
+from delta_cases import MODELS, DeltaProblem, gradients, options
+from delta_cases import call as torch_call
 from jax_cases import Arrays, to_jax, to_torch
 from torch import Tensor
 
@@ -54,3 +56,12 @@ def solve(p: DeltaProblem, more: Mapping[str, Tensor] | None = None, **given: An
     cu_seqlens = None if "cu_seqlens" in given else to_jax(p.x.cu_seqlens)
     found = _quantities(p.model, tuple(sorted(given.items())), leaves, cu_seqlens, to_jax(p.dh), to_jax(p.dC))
     return {name: to_torch(x) for name, x in found.items()}
+
+
+def of_pytorch(p: DeltaProblem, backend: str) -> dict[str, Tensor]:
+    """Return all quantities of `solve`, computed by PyTorch's backend of that name on its GPU."""
+    leaves = {name: x.cuda().requires_grad_() for name, x in p.leaves.items()}
+    if p.x.cu_seqlens is not None:
+        p = replace(p, x=p.x._replace(cu_seqlens=p.x.cu_seqlens.cuda()))
+    h, state = torch_call(p, leaves, backend=backend, kernel="fused")
+    return {name: x.detach().cpu() for name, x in gradients(p, leaves, h, state.C).items()}

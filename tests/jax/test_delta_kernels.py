@@ -17,12 +17,13 @@ import pytest
 import torch
 from cases import INTERPRETED
 from delta_cases import check_beside_terms, delta_problem
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_delta_cases import call, leaves_of
 from jax_plans import MARKS, plans_run
 
 import tfla.jax
+from tfla.jax import hosting, kernels
 
 pytestmark = MARKS
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -104,7 +105,7 @@ def test_packed_sequences_over_a_mesh_axis() -> None:
     x = leaves_of(delta_problem("gdn", **SHAPE | {"lengths": lengths}))
     mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
     specs = {name: P() if name == "C" else P(None, "x") for name in x}
-    one = functools.partial(call, "gdn", cu_seqlens=(0, 3, 3, 43, 80))
+    one = functools.partial(call, "gdn", cu_seqlens=(0, 3, 3, 43, 80), backend="chunkwise")
     parts = jax.shard_map(
         functools.partial(one, backend="triton", context_parallel="x"), mesh=mesh, in_specs=(specs,),
         out_specs=(P(None, "x"), tfla.jax.State(P())),
@@ -122,10 +123,95 @@ def test_explanation() -> None:
     found = tfla.jax.explain_delta_rule(*x, chunk_size=64, backend="triton")
     assert (found.backend, found.kernel, found.chunk_size) == ("triton", "fused", 64)
     assert found.not_taken["chunkwise"] == "it could, but 'triton' was asked for"
-    expected = "it runs where it is asked for by name"
-    assert tfla.jax.explain_delta_rule(*x).not_taken["triton"] == expected
-    wide = (a.astype(jnp.float64) for a in x)
-    assert tfla.jax.explain_delta_rule(*wide).not_taken["triton"] not in (expected, None)
+    found = tfla.jax.explain_delta_rule(*x, backend="chunkwise")
+    assert found.not_taken["triton"] == "it could, but 'chunkwise' was asked for"
+
+
+def test_they_are_chosen_where_they_run() -> None:
+    x = arguments()
+    found = tfla.jax.explain_delta_rule(*x)
+    assert (found.backend, found.kernel, found.chunk_size) == ("triton", "fused", 64)
+    assert found.not_taken["chunkwise"] == "it could, but 'triton' comes before it"
+    assert all(map(jnp.array_equal, jax.grad(loss)(x), jax.grad(lambda x: loss(x, backend=None))(x)))
+    kernels.warn_once.cache_clear()
+    wide = [a.astype(jnp.float64) for a in x]
+    with pytest.warns(UserWarning, match="the kernels for GPUs do not run, it ") as warned:
+        every = [tfla.jax.explain_delta_rule(*wide) for _ in range(2)]
+    assert [found.backend for found in every] == ["chunkwise"] * 2
+    assert len(warned) == 1
+    assert every[0].not_taken["triton"] in str(warned[0].message)
+
+
+def over_a_mesh_axis(run: Any) -> Any:
+    """Return a function of the arguments of a call with batch 1 whose steps are divided over some devices."""
+    count = min(2, jax.device_count())
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    return jax.shard_map(run, mesh=mesh, in_specs=(P(None, "x"),) * 5, out_specs=P(None, "x"))
+
+
+def test_the_choice_with_context_parallel() -> None:
+    """Packed sequences of each device are calls of the kernels; what else is divided is computed by XLA."""
+    x = arguments(B=1)
+    found: list[Any] = []
+
+    def run(*x: Any, **given: Any) -> Any:
+        found.append(tfla.jax.explain_delta_rule(*x, context_parallel="x", **given))
+        return tfla.jax.delta_rule(*x, context_parallel="x", **given)
+
+    kernels.warn_once.cache_clear()
+    reason = "with context_parallel it takes packed sequences alone"
+    with pytest.warns(UserWarning, match=f"the kernels for GPUs do not run, {reason}"):
+        h = jax.jit(over_a_mesh_axis(run))(*x)
+    close(h, tfla.jax.delta_rule(*x, backend="chunkwise"))
+    assert (found[-1].backend, found[-1].not_taken["triton"]) == ("chunkwise", reason)
+    at = (0, 7, 7, 20)
+    h = jax.jit(over_a_mesh_axis(functools.partial(run, cu_seqlens=at)))(*x)
+    close(h, tfla.jax.delta_rule(*x, backend="chunkwise", cu_seqlens=at))
+    assert found[-1].backend == "triton"
+    jax.jit(over_a_mesh_axis(functools.partial(run, cu_seqlens=at, backend="chunkwise")))(*x)
+    assert found[-1].not_taken["triton"] == "it could, but 'chunkwise' was asked for"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="PyTorch's launches run in the interpreter in tests of their own")
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda", "gla", "comba", "before"])
+def test_bits_are_those_of_pytorch(model: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no GPU here")
+    p = delta_problem(model, **SHAPE | {"K": 64, "V": 64})
+    found = solve(p)
+    for name, x in jax_delta_cases.of_pytorch(p, "triton").items():
+        assert torch.equal(found[name].cpu(), x), name
+
+
+DIVIDED = {"batch": (P("x"), P("x")), "heads": (P(None, None, "x"), P(None, "x"))}
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("divided", DIVIDED)
+@pytest.mark.parametrize("model", ["gdn", "gla"])  # the last has no write strengths
+def test_automatic_partitioning(model: str, divided: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jit divides the launches over batch and heads, which need no communication.
+
+    On CPUs the chunkwise form stands for the launches, because the partitioner drops callbacks of Python.
+    """
+    monkeypatch.setattr(hosting, "PLATFORM", "cuda")
+    x = leaves_of(delta_problem(model, **SHAPE | {"Hq": 2, "H": 4, "T": 20}))
+
+    def total(x: Any) -> Any:
+        h, state = call(model, x)
+        return jnp.sin(h).sum() + state.C.sum()
+
+    expected = jax.jit(jax.grad(total))(x)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    steps, states = DIVIDED[divided]
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(a, NamedSharding(mesh, states if n == "C" else steps)) for n, a in x.items()}
+        compiled = jax.jit(jax.grad(total)).lower(placed).compile()
+        found = compiled(placed)
+    close(found, expected)
+    assert not any(name in compiled.as_text() for name in ("all-gather(", "all-to-all(", "collective-permute("))
+    assert found["q"].sharding.is_equivalent_to(placed["q"].sharding, 4)
 
 
 def test_what_they_do_not_run() -> None:

@@ -239,3 +239,21 @@ def test_automatic_partitioning(divided: str, kind: AxisType, monkeypatch: pytes
     close(found, expected)
     assert not any(name in compiled.as_text() for name in ("all-gather(", "all-to-all(", "collective-permute("))
     assert found["q"].sharding.is_equivalent_to(placed["q"].sharding, 4)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_a_state_that_explicit_axes_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device gets its part of a state that all of them hold, whose gradient is whole again."""
+    monkeypatch.setattr(hosting, "PLATFORM", "cuda")
+    x = leaves_of(problem("exp", dtype=torch.float32, **(SHAPE | {"T": 20})))
+
+    def total(x: Any) -> Any:
+        return jnp.sin(call("exp", x, backend="triton", chunk_size=16)[0]).sum()
+
+    expected = jax.jit(jax.grad(total))(x)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(a, NamedSharding(mesh, P("x" if n in "qkvif" else None))) for n, a in x.items()}
+        found = jax.jit(jax.grad(total))(placed)
+    close(found, expected)
+    assert not any(found["C0"].sharding.spec)

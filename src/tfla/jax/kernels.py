@@ -279,7 +279,10 @@ _saving.defvjp(_saving_forward, _saving_backward)
 
 def compute(spec: KernelSpec, x: KernelInputs) -> Results:
     """Compute :func:`attend`, and take the results of padded heads out of those of the kernels."""
-    h, C, n, m = attend(spec, KernelInputs(*vary_alike(*x)))
+    x = KernelInputs(*vary_alike(*x))
+    if spec.axis is None:
+        x = KernelInputs(*partitions.by_types(x, partitions.FORWARD))  # type: ignore[arg-type]
+    h, C, n, m = attend(spec, x)
     if spec.head_dims is None:
         return h, C, n, m
     K, V = spec.head_dims

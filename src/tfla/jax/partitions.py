@@ -120,18 +120,46 @@ def divided(launch: Launch, arrays: tuple[Array | None, ...], dims: Dims) -> lis
     """Launch on each device for its part of batch and heads."""
     division = Division(arrays, dims)
     there = [x for x in arrays if x is not None]
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    mesh, explicit = _explicit_axes()
     if explicit:
         return _by_type(launch, division, there, mesh, explicit)
     return _automatically(launch, division)(*there)
 
 
+def _explicit_axes() -> tuple[Any, set[str]]:
+    """Return the mesh, and the names of its explicit axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return mesh, {name for name, kind in kinds if kind == AxisType.Explicit}
+
+
+def by_types(arrays: tuple[Array | None, ...], dims: Dims) -> tuple[Array | None, ...]:
+    """Return arrays whose types divide them over explicit axes as v is divided, so that their gradients are alike.
+
+    Args:
+        arrays: the first arrays that a launch is given.
+        dims: the dims of all arrays that it is given.
+    """
+    mesh, explicit = _explicit_axes()
+    if not explicit:
+        return arrays
+    division = Division(arrays, dims._replace(given=dims.given[: len(arrays)]))
+    there = [x for x in arrays if x is not None]
+    return division.whole(
+        [jax.sharding.reshard(x, s) for x, s in zip(there, _specs(division, there, mesh), strict=True)]
+    )
+
+
+def _specs(division: Division, there: Sequence[Array], mesh: Any) -> tuple[P, ...]:
+    """Return how the given arrays are divided where v is as its type says."""
+    batch, heads = division.axes(mesh, jax.typeof(there[2]).sharding.spec)
+    return tuple(division.spec(d, x.shape, batch, heads) for d, x in zip(division.given, there, strict=True))
+
+
 def _by_type(launch: Launch, division: Division, there: list[Array], mesh: Any, explicit: set[str]) -> list[Array]:
     """Launch in a `shard_map` over the explicit axes, by the division that the type of v says."""
-    v = there[2]
-    batch, heads = division.axes(mesh, jax.typeof(v).sharding.spec)
-    given = tuple(division.spec(d, x.shape, batch, heads) for d, x in zip(division.given, there, strict=True))
+    batch, heads = division.axes(mesh, jax.typeof(there[2]).sharding.spec)
+    given = _specs(division, there, mesh)
     shapes = jax.eval_shape(
         lambda *there: launch(division.whole(there)), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in there)
     )

@@ -25,7 +25,8 @@ def rounds(ctx: LaunchContext, rows: int, shared_by: int) -> int:
 def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[int, int]]:
     """Return the first row and the end of each slice: as many slices as take the GPU no more rounds than one does.
 
-    Packed sequences are one batch row. Hosts of plans find free memory by themselves.
+    Packed sequences are one batch row. A plan has one slice, since its host copies the rows that a kernel gets, which
+    takes the memory that slices save (docs/tuning-log-host.md).
 
     Args:
         ctx: The context of the call.

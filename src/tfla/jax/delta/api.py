@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -12,6 +13,7 @@ from jax import Array
 from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.jax import checks
 from tfla.jax.choice import DELTA_KERNELS, Offsets, choose
+from tfla.jax.chunkwise import CHUNK
 from tfla.jax.delta import chunkwise, kernels, reference
 from tfla.jax.delta.activations import log_gate
 from tfla.jax.delta.checks import check_arrays, check_rule
@@ -52,7 +54,7 @@ def prepare(
     rule = check_rule(
         x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
     )  # fmt: skip
-    is_open = backend is None and kernel is None
+    is_open, wanted = backend is None and kernel is None, chunk_size
     backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
     # Kernels run packed calls of each device.
     allowed = ("chunkwise",) if cu_seqlens is None else ("chunkwise", *kernels.BACKENDS)
@@ -63,22 +65,25 @@ def prepare(
     if state is not None:
         checks.check_state(state, sequences, x.q, x.v, False, "initial_state")
     x = DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+    if is_open:
+        packed: Any = None if cu_seqlens is None else jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)
+        axis = context_parallel if cu_seqlens is None else None
+        asked = DeltaSpec(rule, backend, kernel, chunk_size, sequences, None, axis)
+        best = kernels.choose(asked, x._replace(cu_seqlens=packed))
+        backend, kernel, chunk_size = choose(best, None, wanted, DELTA_KERNELS)
     if cu_seqlens is not None and context_parallel is not None:
         if state is None and not return_state and backend == "chunkwise":
             x, rule = _divide_packed(x, rule, cu_seqlens, context_parallel)
             cu_seqlens, sequences = None, 1
         else:  # the call of this device, with sequences of its own
             parts = Parts.of(x.q.shape[1], cu_seqlens, context_parallel)
-            state = initial_states(parts, rule, x, state, chunk_size)
+            state = initial_states(parts, rule, x, state, chunk_size if backend == "chunkwise" else CHUNK)
             cu_seqlens, context_parallel = parts.offsets, None
     concrete = isinstance(cu_seqlens, tuple | np.ndarray)
     offsets = tuple(int(t) for t in cu_seqlens) if concrete else None  # type: ignore[union-attr]
     x = x._replace(C=None if state is None else state.C, cu_seqlens=None if concrete else cu_seqlens)  # type: ignore[arg-type]
     spec = DeltaSpec(rule, backend, kernel, chunk_size, sequences, offsets, context_parallel)
-    x = DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
-    if is_open and (chosen := kernels.choose(spec, x)) is not None:
-        spec = spec._replace(backend=chosen, kernel="fused")
-    return spec, x
+    return spec, DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
 
 
 def _divide_packed(x: DeltaArrays, rule: Rule, cu_seqlens: Offsets, axis: str) -> tuple[DeltaArrays, Rule]:
@@ -170,10 +175,12 @@ def delta_rule(
         initial_state: the state before the first step of each sequence, with n and m None; None is zero.
         return_state: also return the state after the last step.
         cu_seqlens, chunk_size: as in :func:`mlstm`.
-        backend: "chunkwise"; "hopper" and "triton", the kernels for NVIDIA GPUs, for bfloat16; or "reference" for the
-            equations as they are written, which also have derivatives in forward mode. None is "chunkwise".
+        backend: "hopper" or "triton", the kernels for NVIDIA GPUs, for bfloat16; "chunkwise"; or "reference" for the
+            equations as they are written, which also have derivatives in forward mode. None is the first of them that
+            runs the call; on a GPU without kernels for it, a warning says once why.
         kernel: the name of one of the backend's kernels; None chooses it.
-        context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`.
+        context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`. The
+            kernels for GPUs compute packed sequences alone, "chunkwise" all.
         state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`mlstm`.
         states_every: n, with ``return_state``: also return the states after every n steps, see :func:`mlstm`.
 

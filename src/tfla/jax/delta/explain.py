@@ -70,6 +70,7 @@ def explain_delta_rule(
         rows, details = kernels.describe(kernels.prepare(spec, x, bool(return_state)), spec, x)
     why = f"it could, but {spec.backend!r} " + ("was asked for" if backend is not None else "comes before it")
     others = {name: why for name in DELTA_KERNELS if name != spec.backend}
-    otherwise = why if kernels.AUTOMATIC or backend is not None else "it runs where it is asked for by name"
-    others |= {n: reason or otherwise for n, reason in kernels.reasons(spec, x).items() if n != spec.backend}
+    if cu_seqlens is not None:  # kernels run packed calls of each device
+        spec = spec._replace(axis=None)
+    others |= {n: reason or why for n, reason in kernels.reasons(spec, x).items() if n != spec.backend}
     return Explanation(spec.backend, spec.kernel, spec.chunk_size, rows, details, others)

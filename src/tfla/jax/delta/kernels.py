@@ -1,7 +1,6 @@
 """The kernels for GPUs of the delta rule under JAX: plans of their launches, and the gradient.
 
-As in :mod:`tfla.jax.kernels`, the launch code is that of PyTorch's backends, planned once for each signature. The
-kernels run where they are asked for by name.
+As in :mod:`tfla.jax.kernels`, the launch code is that of PyTorch's backends, planned once for each signature.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tfla.jax.kernels import BACKENDS, present_gpu, warn_once
 from tfla.jax.plans import GPU, Signature, result_signature, signature, torch_inputs
 from tfla.ops.delta_dispatch import READS_AFTER
 
-AUTOMATIC = False  # whether backend=None takes the kernels; until they are measured, they are taken by name alone
+PACKED_ALONE = "with context_parallel it takes packed sequences alone"  # it has no plans that exchange states
 
 
 class KernelArrays(NamedTuple):
@@ -97,12 +96,13 @@ def reasons(spec: DeltaSpec, x: DeltaArrays) -> dict[str, str | None]:
     if gpu is None:
         return dict.fromkeys(BACKENDS, "it needs an NVIDIA GPU, JAX has none")
     given = signature(jax.eval_shape(functools.partial(arrays_of, spec), x))
-    return {name: unsupported(name, gpu, given, spec.rule.read_before_decay) for name in BACKENDS}
+    found = {name: unsupported(name, gpu, given, spec.rule.read_before_decay) for name in BACKENDS}
+    return found if spec.axis is None else {name: reason or PACKED_ALONE for name, reason in found.items()}
 
 
 def choose(spec: DeltaSpec, x: DeltaArrays) -> str | None:
     """Return the fastest backend with kernels that run a checked call, or None; a warning then says why, on a GPU."""
-    if not AUTOMATIC or present_gpu() is None or 0 in x.q.shape or spec.axis is not None:
+    if present_gpu() is None or 0 in x.q.shape:
         return None
     found = reasons(spec, x)
     chosen = next((name for name, reason in found.items() if reason is None), None)
@@ -315,4 +315,5 @@ def _activated(spec: DeltaSpec, x: DeltaArrays) -> KernelArrays:
 
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations."""
-    return attend(kernels, _activated(spec, x))
+    arrays = _activated(spec, x)
+    return attend(kernels, KernelArrays(*partitions.by_types(arrays, _dims(arrays, True))))  # type: ignore[arg-type]
