@@ -57,3 +57,10 @@ def test_errors_beside_those_of_rounding(model: str, alike: float) -> None:
     """Errors are at most 1.5 times what rounding inputs and outputs costs; other gates and sizes run on GPUs."""
     p = delta_problem(model, T=130, B=1, H=1, Hq=1, K=32, V=32, alike=alike)
     check_beside_rounding(p, "medium", solve, torch.bfloat16)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.9])
+def test_errors_without_gates_do_not_grow(alike: float) -> None:
+    """Nothing decays in the 1,000 steps, so that a state which the backward rounds on its own would drift away."""
+    p = delta_problem("deltanet", T=1000, B=1, H=1, Hq=1, K=32, V=32, alike=alike)
+    check_beside_rounding(p, "medium", solve, torch.bfloat16)

@@ -186,6 +186,16 @@ def test_errors_beside_those_of_rounding(model: str, gates: str, alike: float) -
         check_beside_rounding(p, gates, hopper, DTYPE)
 
 
+def test_errors_without_gates_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound holds for any number of steps in bfloat16, also in the simulator."""
+    if INTERPRETED:
+        from interpreted_bfloat16 import use_bfloat16
+
+        use_bfloat16(monkeypatch)
+    p = delta_problem("deltanet", T=1000 if INTERPRETED else 4000, B=1, H=1, Hq=1, K=64, V=64)
+    check_beside_rounding(p, "medium", functools.partial(solve, backward=True), torch.bfloat16)
+
+
 @pytest.mark.parametrize("gates", ["long", "resets"])
 def test_errors_of_wide_heads_are_those_of_triton(gates: str) -> None:
     """Errors are at most 1.1 times those of the Triton kernels, or within the bound, also of dlog_f of alike keys."""

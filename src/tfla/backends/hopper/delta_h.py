@@ -14,10 +14,13 @@ reads the result of the one before it from registers, and neither consumer needs
     (5)   E                                             to shared memory and from there to global memory, with SAVE
     (6)   C^T <- g C^T + (E^T * (w beta)) k             (64, dqk) = (64, L) (L, dqk), (R4), E^T split in two
     (7)   wait for both halves of P
-    (8)   out^T <- out^T * a + E^T P^T                  (64, L) = (64, L) (L, L), (R3), E^T split in two
+    (8)   out^T <- out^T * a + E^T P^T                  (64, L) = (64, L) (L, L), (R3), E^T split in two with gates
     (9)   S <- q k^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer
     (10)  out^T * scale                                 over v, and from there to global memory
     (11)  P <- S * D * beta of tile n + 1, masked       (L, L / 2), to shared memory, (R1) times beta
+
+Without gates E is rounded in (5) for all that follows. The backward computes the states again from E as it is stored;
+where nothing decays, errors of its rounding would add up over the sequence, but now later steps correct for them.
 
 Who waits for whom:
 
@@ -171,6 +174,8 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     E, B, up = delta_tiles.issue_correction(R, write, x, L)
     E, B, out, A = warpgroup_mma_wait(0, deps=[E, B, out, A])
     E = E * up
+    if not config.GATED:  # the backward reads E as it is stored
+        E = E.to(dtype).to(gl.float32)
     if config.SAVE:
         # (5) E on its way to memory
         shared.e.index(half).reshape([L, 64]).permute((1, 0)).store(E.to(dtype))
@@ -184,10 +189,15 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     # (7) Both consumers have stored their half of P.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     # (8) out^T <- out^T * a + E^T P^T
-    A, A_low = mma.split_left_operand(E, L, dtype)
+    if config.GATED:
+        A, A_low = mma.split_left_operand(E, L, dtype)
+    else:
+        A = mma.to_left_operand(E.to(dtype), L)
+        A_low = A
     p = shared.p.index(n % 2).permute((1, 0))
     out = warpgroup_mma(A, p, out * delta_tiles.load_vector(g, READ_WEIGHT, L, of_out), is_async=True)
-    out = warpgroup_mma(A_low, p, out, is_async=True)
+    if config.GATED:
+        out = warpgroup_mma(A_low, p, out, is_async=True)
     # (9) The next tile has arrived: start its S while the products of this tile run.
     s, phase = pipeline.advance(s, phase, STAGES)
     n += 1

@@ -208,13 +208,18 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     x, base, scale = ctx.x, ctx.base, ctx.spec.scale
     dh = results.dense_rows(base, dh)
     shape = base.B, base.T, base.H, base.K
-    dq, dr, dk = (base.new(*shape, dtype=x.q.dtype) for _ in range(3))
+    dq, dr = (base.new(*shape, dtype=x.q.dtype) for _ in range(2))
+    # Without gates what one reader contributes grows with time, although the sum of both does not.
+    apart = not ctx.gated and ctx.config.dq_dk.blocks == 1
+    dk = base.new(*shape, dtype=torch.float32 if apart else x.q.dtype)
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    # The last scan adds what the others have left in dk and stores the sum: to dk itself, or to another tensor where a
-    # launch must not read and write a tensor by two of its parameters.
-    total = base.new(*shape, dtype=x.q.dtype) if base.recorder.one_pointer_each else dk
-    base = sequences.bound(base, dq, dr, dk, dv, *(() if total is dk else (total,)))
+    # The last scan adds what the others have left in dk and dr and stores the sum: over one of both, or to another
+    # tensor where a launch must not read and write a tensor by two of its parameters.
+    total = dk if not apart else dr
+    if base.recorder.one_pointer_each or (apart and x.read_key is not None):
+        total = base.new(*shape, dtype=x.q.dtype)
+    base = sequences.bound(base, dq, dr, dk, dv, *(() if total is dk or total is dr else (total,)))
     ctx = replace(ctx, base=base)
     gates = ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)

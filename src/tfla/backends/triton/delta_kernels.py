@@ -18,6 +18,13 @@ backward is that of a linear attention with two readers, q with do and r with -d
 
 where <S> is S * D, masked like P, or for dv like M.
 
+Without gates the state forgets nothing, so that what the backward rounds otherwise than the forward adds up over the
+whole sequence. (R3) and (R4) then take E as it is stored, because the backward computes C from that: later steps
+correct for its rounding. Likewise, where dhv is at most 128, (R6) in the scan for dv gets scale do as two 16-bit
+numbers, so that its dC is the one of the scans for dk. What one reader adds to dC grows with time, although the sum of
+both does not: the scans for dk therefore split their state as an operand, and what queries contribute to dk is stored
+in float32.
+
 The gradient of a gate is the sum over all pairs of a write and a later read that the gate lies between, (B7) of
 docs/mathematics.md. What a step reads of earlier tiles is q . dq or r . dr with the first term of (R7) alone, what
 later tiles read of it k . dk with the first term of (R8). Pairs inside a tile are
@@ -251,6 +258,8 @@ def delta_h_scan(
         res = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION) * a[None, :]
         # (2) E^T <- R^T - (B R)^T X^T, (BV, L)
         res -= scaled_product(res * beta_t[None, :], tl.trans(x), PRECISION)
+        if not GATED:  # the backward reads E as it is stored
+            res = res.to(E.dtype.element_ty).to(tl.float32)
         if SAVE:
             store_tile(e_at, tl.trans(res).to(E.dtype.element_ty), t, col, steps, DV, et, L, BV, TMA)
         res *= beta_t[None, :]
@@ -334,7 +343,11 @@ def delta_dv_scan(
         store_tile(o_at, tl.trans(dv), t, col, steps, DV, et, L, BV, TMA)
         # (4) dC^T <- g dC^T + (scale a do)^T q - (a dv)^T r, (BV, BK)
         S = S * tile_decay(gate, L, GATED)
-        S = tl.dot((tl.trans(do) * (a * scale)[None, :]).to(k.dtype), q, S, input_precision=PRECISION)
+        reads = tl.trans(do) * (a * scale)[None, :]
+        if GATED or DV > 128:
+            S = tl.dot(reads.to(k.dtype), q, S, input_precision=PRECISION)
+        else:
+            S = add_split_product(S, reads, q, PRECISION)
         S = tl.dot((U * (-a * beta_t)[None, :]).to(k.dtype), read, S, input_precision=PRECISION)
     if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S, mask=inside)
@@ -410,7 +423,10 @@ def delta_dq_dk_scan(
             S0 /= factor
             S1 /= factor
     r = tl.arange(0, L)
-    SPLIT: tl.constexpr = X.dtype.element_ty != tl.float32 and BLOCKS == 1  # operands into two 16-bit numbers
+    # Operands that are split into two 16-bit numbers: against time without gates S, else x times its weights.
+    CAN_SPLIT: tl.constexpr = X.dtype.element_ty != tl.float32 and BLOCKS == 1
+    SPLIT_STATE: tl.constexpr = CAN_SPLIT and REVERSE and not GATED
+    SPLIT: tl.constexpr = CAN_SPLIT and not SPLIT_STATE
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
         # T is never smaller: the minimum is for the compiler, as in `dq_dk_scan`.
@@ -452,7 +468,10 @@ def delta_dq_dk_scan(
                 tl.store(sums_at + ROW_SUM * L, tl.sum(pairs, 0) * factor)
                 tl.store(sums_at + COLUMN_SUM * L, tl.sum(pairs, 1) * factor)
         # (3) out^T <- ((S z^T) a + x^T P^T) factor, (BK, L); with REVERSE w for a, and times B
-        out = matmul(S0.to(x.dtype), tl.trans(z0), PRECISION)
+        if SPLIT_STATE:
+            out = add_split_product(tl.zeros([BK, L], tl.float32), S0, tl.trans(z0), PRECISION)
+        else:
+            out = matmul(S0.to(x.dtype), tl.trans(z0), PRECISION)
         if BLOCKS == 2:
             out += matmul(S1.to(x.dtype), tl.trans(z1), PRECISION)
         out *= gate_vector(gate, r, UPDATE if REVERSE else INTER, L, GATED)[None, :]
