@@ -29,7 +29,31 @@ def test_section() -> None:
     assert page_tables.renew(short, {"jax": result}) == short
     text = section(result)
     assert "a GPU, 2026-11-25; jax 0.11.2." in text
-    assert "| mLSTMexp 128 x 256, ms (first call; memory) | T = 512 | T = 8,192 |" in text
+    assert "### JAX beside PyTorch, 65,536 tokens: mLSTMexp\n" in text
+    assert "| mLSTMexp 16 x 128 x 256, ms (first call; memory) | T = 512 | T = 8,192 |" in text
     assert "| PyTorch, forward | 1.000 (9.5 s; 0.50 GiB) | - |" in text
     assert "| JAX, forward | 1.010 (9.5 s; 0.50 GiB) | 2.000 (9.5 s; 0.50 GiB) |" in text
     assert "Not timed: other: ImportError: no module." in text
+
+
+def test_section_of_the_delta_rule() -> None:
+    """Each model has a table of its own, and a column of the table in docs/jax.md."""
+    kda = {"model": "kda", "form": "", "heads": 32, "dhv": 128}
+    result = {
+        "environment": {"device": "a GPU", "date": "2026-11-26", "versions": {}},
+        "config": {"repeats": 5, "calls": 20, "models": ["gdn", "kda"]},
+        "rows": [
+            row("PyTorch", 8192, 1e-3, model="gdn", form="", heads=16, dhv=128), row("JAX", 8192, 2e-3, **kda),
+            row("JAX", 8192, 6e-3, **kda | {"direction": "forward + backward"}),
+        ],
+    }  # fmt: skip
+    text = section(result)
+    assert "### JAX beside PyTorch, 65,536 tokens: GDN, KDA\n" in text
+    assert "| GDN 16 x 128 x 128, ms (first call; memory) | T = 8,192 |" in text
+    assert "| JAX, forward + backward | 6.000 (9.5 s; 0.50 GiB) |" in text
+    assert "`python -m tfla.bench.jax_times --models gdn kda --out benchmarks/results/jax_delta.json`" in text
+    mark = "<!-- table: jax_delta -->\n"
+    assert page_tables.renew(mark, {}) == mark
+    short = page_tables.renew(mark, {"jax_delta": result})
+    assert "| a GPU, 2026-11-26, ms | GDN 16 x 128 x 128, 8,192 steps | KDA 32 x 128 x 128, 8,192 steps |" in short
+    assert "| JAX | - / - | 2.000 / 6.000 |" in short

@@ -14,17 +14,18 @@ def section(result: Row) -> str:
     environment = result["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v)
     config = result["config"]
-    parts = [
-        "### JAX beside PyTorch, 65,536 tokens, 16 heads",
-        f"{environment['device']}, {environment['date']}; {versions}. mLSTM from the public functions, bfloat16, "
-        f"jitted in JAX. Milliseconds: medians of {config['repeats']} runs of {config['calls']} calls back to back.",
-    ]
     rows = [row for row in result["rows"] if "seconds" in row]
-    shapes = list(dict.fromkeys((row["dqk"], row["dhv"], row["form"]) for row in rows))
-    for dqk, dhv, form in shapes:
-        own = [row for row in rows if (row["dqk"], row["dhv"], row["form"]) == (dqk, dhv, form)]
+    models = dict.fromkeys(_label(row).split()[0] for row in rows)
+    timed = config.get("models", ["mlstm"])
+    stem = "jax" if "mlstm" in timed else "jax_delta"
+    parts = [
+        f"### JAX beside PyTorch, 65,536 tokens: {', '.join(models)}",
+        f"{environment['device']}, {environment['date']}; {versions}. Public functions, bfloat16, jitted in JAX. "
+        f"Milliseconds: medians of {config['repeats']} runs of {config['calls']} calls back to back.",
+    ]
+    for name in dict.fromkeys(map(_label, rows)):
+        own = [row for row in rows if _label(row) == name]
         lengths = sorted({row["x"] for row in own})
-        name = f"mLSTM{'exp' if form == 'exp' else 'sig'} {dqk} x {dhv}"
         cells = []
         for label, direction in dict.fromkeys((row["name"], row["direction"]) for row in own):
             found = {row["x"]: row for row in own if (row["name"], row["direction"]) == (label, direction)}
@@ -34,9 +35,16 @@ def section(result: Row) -> str:
     parts += [f"Not timed: {text}." for text in errors]
     parts.append(
         "The first call includes compilation with empty caches. Memory is what a call allocates beyond its inputs. "
-        "Reproduce: `python -m tfla.bench.jax_times --out benchmarks/results/jax.json`"
+        f"Reproduce: `python -m tfla.bench.jax_times --models {' '.join(timed)} --out benchmarks/results/{stem}.json`"
     )
     return "\n\n".join(parts)
+
+
+def _label(row: Row) -> str:
+    """Return the model of a row, its heads and its head dims."""
+    model = row.get("model", "mlstm")
+    name = f"mLSTM{'exp' if row['form'] == 'exp' else 'sig'}" if model == "mlstm" else model.upper()
+    return f"{name} {row.get('heads', 16)} x {row['dqk']} x {row['dhv']}"
 
 
 def _cell(row: Row | None) -> str:

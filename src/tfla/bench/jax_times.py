@@ -1,4 +1,4 @@
-"""Times of the operator called from JAX and from PyTorch, on one GPU in one run: `python -m tfla.bench.jax_times`.
+"""Times of operators called from JAX and from PyTorch, on one GPU in one run: `python -m tfla.bench.jax_times`.
 
 Each implementation runs each length in a process of its own. With several workers these compile side by side and take
 samples one at a time. A sample is a run of calls back to back, which are enqueued faster than the GPU computes them, so
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TOKENS, HEADS = 65536, 16
 SAMPLE = 0.1  # seconds: in shorter ones after a pause the clock of a GPU still rises
@@ -30,12 +31,40 @@ DIRECTIONS = ("forward", "forward + backward")
 HEAD_DIMS = ((128, 256), (256, 512))
 LENGTHS = (512, 8192, TOKENS)
 NAMES = ("PyTorch", "JAX", "mlstm_kernels.jax", "jax-linear-attention")
+DELTA = {"gdn": (16, 128, 128), "kda": (32, 128, 128), "gla": (8, 256, 512)}  # heads, dqk and dhv
+DELTA_STEPS, DELTA_NAMES = 8192, ("PyTorch", "JAX")
 
 
-def _shapes(T: int, dqk: int, dhv: int) -> list[tuple[int, ...]]:
-    """Return the shapes of q, k, v, the cotangent of h, and of the gates."""
-    steps = TOKENS // T, T, HEADS
-    return [*((*steps, d) for d in (dqk, dqk, dhv, dhv)), steps, steps]
+class Case(NamedTuple):
+    """The problem that one process times, and the implementation that computes it."""
+
+    name: str  # of the implementation
+    model: str  # "mlstm" or one of DELTA
+    form: str  # the input gate of the mLSTM
+    heads: int
+    dqk: int
+    dhv: int
+    T: int  # of TOKENS
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of q, k, v, the cotangent of h, and of the gates of the mLSTM."""
+        steps = TOKENS // self.T, self.T, self.heads
+        return [*((*steps, d) for d in (self.dqk, self.dqk, self.dhv, self.dhv)), steps, steps]
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """Return what the command times."""
+    found = []
+    if "mlstm" in options.models:
+        every = itertools.product(options.head_dims, options.forms, options.lengths, options.names)
+        for heads, form, T, name in every:
+            dqk, dhv = (int(d) for d in heads.split("x"))
+            found.append(Case(name, "mlstm", form, HEADS, dqk, dhv, T))
+    for model in options.models:
+        if model in DELTA:
+            found += [Case(n, model, "", *DELTA[model], DELTA_STEPS) for n in options.names if n in DELTA_NAMES]
+    return found
 
 
 @contextlib.contextmanager
@@ -65,25 +94,31 @@ def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int,
     return {"seconds": statistics.median(found), "min": min(found), "max": max(found), "samples": repeats}
 
 
-def _from_torch(
-    form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int, lock: Path | None
-) -> list[dict[str, Any]]:
-    """Time the operator of PyTorch."""
+def _from_torch(case: Case, repeats: int, calls: int, lock: Path | None) -> list[dict[str, Any]]:
+    """Time an operator of PyTorch."""
     import torch
 
     import tfla
 
-    *heads, gates, _ = _shapes(T, dqk, dhv)
-    q, k, v, cotangent = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in heads)
-    x = [q, k, v, torch.randn(gates, device="cuda") - 1, torch.randn(gates, device="cuda") + 3]
+    *heads, gates, _ = case.shapes
+    cotangent = torch.randn(heads[3], device="cuda", dtype=torch.bfloat16)
+    if case.model == "mlstm":
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in heads[:3])
+        x = [q, k, v, torch.randn(gates, device="cuda") - 1, torch.randn(gates, device="cuda") + 3]
+        run: Callable[..., Any] = functools.partial(tfla.mlstm, input_gate=case.form)
+    else:
+        from tfla.bench import delta
+        from tfla.measure.problem import Problem
+
+        work = delta.chunk(Problem(TOKENS // case.T, case.T, case.heads, case.dqk, case.dhv), case.model)  # type: ignore[arg-type]
+        x, run = work.inputs, work.run
 
     def forward() -> Any:
         with torch.no_grad():
-            return tfla.mlstm(*x, input_gate=form)  # type: ignore[call-overload]
+            return run(*x)
 
     def both() -> Any:
-        h = tfla.mlstm(*x, input_gate=form)  # type: ignore[call-overload]
-        return torch.autograd.grad(h, x, cotangent)
+        return torch.autograd.grad(run(*x), x, cotangent)
 
     rows = []
     for direction, call in zip(DIRECTIONS, (forward, both), strict=True):
@@ -106,27 +141,58 @@ def _from_torch(
     return rows
 
 
-def _from_jax(
-    name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int, lock: Path | None
-) -> list[dict[str, Any]]:
-    """Time the operator of this library or of another one as a jitted function of JAX.
+def _of_delta(case: Case, q: Any, k: Any, v: Any, beta: Any, backend: str | None) -> tuple[list[Any], Any]:
+    """Return the arrays and the function of the delta rule or of GLA, with inputs as :mod:`tfla.bench.delta` has them.
 
-    mlstm_kernels.jax 2.0.6 needs jax_triton 0.3: in 0.4 a call that is given its output as an operand is an error.
+    Args:
+        case: the model and its sizes.
+        q, k, v, beta: normal numbers.
+        backend: the backend.
     """
     import jax
     import jax.numpy as jnp
 
     import tfla.jax
 
-    shapes, dtypes = _shapes(T, dqk, dhv), [jnp.bfloat16] * 4 + [jnp.float32] * 2
+    q, k = (x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True).astype(x.dtype) for x in (q, k))
+    by_channel = case.model != "gdn"
+    gates = jax.random.normal(jax.random.key(1), k.shape if by_channel else beta.shape)
+    log_f = jax.nn.log_sigmoid(gates + 4.5).astype(q.dtype if by_channel else jnp.float32)
+    if case.model == "gla":
+        return [q, k, v, log_f], functools.partial(tfla.jax.linear_attention, backend=backend)
+    return [q, k, v, jax.nn.sigmoid(beta), log_f], functools.partial(tfla.jax.delta_rule, backend=backend)
+
+
+def _from_jax(
+    case: Case, repeats: int, calls: int, lock: Path | None, backend: str | None = None
+) -> list[dict[str, Any]]:
+    """Time an operator of this library or of another one as a jitted function of JAX.
+
+    mlstm_kernels.jax 2.0.6 needs jax_triton 0.3: in 0.4 a call that is given its output as an operand is an error.
+
+    Args:
+        case: what is timed.
+        repeats, calls: as in :func:`_samples`.
+        lock: as in :func:`_alone`.
+        backend: the backend of this library; None is that of the kernels for this GPU, which else raise an error.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import tfla.jax
+
+    name, form, shapes = case.name, case.form, case.shapes
+    dtypes = [jnp.bfloat16] * 4 + [jnp.float32] * 2
     keys = jax.random.split(jax.random.key(0), len(shapes))
     q, k, v, cotangent, i, f = map(jax.random.normal, keys, shapes, dtypes)
     x = [q, k, v, i - 1, f + 3]
-    if name == "JAX":
+    if backend is None and name == "JAX":
         backend = "hopper" if jax.devices()[0].compute_capability == "9.0" else "triton"
-
-        def run(*x: Any) -> Any:
-            return tfla.jax.mlstm(*x, input_gate=form, backend=backend)  # type: ignore[call-overload]
+    run: Callable[..., Any]
+    if case.model != "mlstm":
+        x, run = _of_delta(case, q, k, v, i, backend)
+    elif name == "JAX":
+        run = functools.partial(tfla.jax.mlstm, input_gate=form, backend=backend)
     elif name == "jax-linear-attention":
         from jla.ops import linear_attention
 
@@ -167,12 +233,11 @@ def _from_jax(
 
 def _one(options: argparse.Namespace) -> None:
     """Print the rows of one implementation, in a process of its own, as lines of JSON."""
-    name, form, T = options.one, options.forms[0], options.lengths[0]
-    dqk, dhv = (int(d) for d in options.head_dims[0].split("x"))
-    facts = {"name": name, "form": form, "dqk": dqk, "dhv": dhv, "x": T}
-    given = form, T, dqk, dhv, options.repeats, options.calls, options.lock
+    case = Case(*json.loads(options.one))
+    facts = {key: value for key, value in case._asdict().items() if key != "T"} | {"x": case.T}
+    given = case, options.repeats, options.calls, options.lock
     try:
-        rows = _from_torch(*given) if name == "PyTorch" else _from_jax(name, *given)
+        rows = _from_torch(*given) if case.name == "PyTorch" else _from_jax(*given)
     except Exception as error:
         rows = [{"error": f"{type(error).__name__}: {error}"[:300]}]
     for row in rows:
@@ -185,10 +250,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--forms", nargs="+", default=["exp"])
-    parser.add_argument("--head-dims", nargs="+", default=[f"{K}x{V}" for K, V in HEAD_DIMS])
+    parser.add_argument("--models", nargs="+", default=["mlstm"], choices=["mlstm", *DELTA])
+    parser.add_argument("--forms", nargs="+", default=["exp"], help="of the mLSTM")
+    parser.add_argument("--head-dims", nargs="+", default=[f"{K}x{V}" for K, V in HEAD_DIMS], help="of the mLSTM")
     parser.add_argument("--names", nargs="+", default=NAMES)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of the mLSTM")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which every process ends")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
@@ -198,10 +264,9 @@ def main() -> None:
         _one(options)
         return
     end = time.monotonic() + options.budget
-    every = itertools.product(options.head_dims, options.forms, options.lengths, options.names)
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.workers) as pool:
         options.lock = lock.name
-        found = pool.map(lambda which: _in_a_process(which, options, end), list(every))
+        found = pool.map(lambda case: _in_a_process(case, options, end), _cases(options))
         rows = list(itertools.chain.from_iterable(found))
     from tfla.measure.machine import environment, installed_version
 
@@ -213,23 +278,21 @@ def main() -> None:
     )
 
 
-def _in_a_process(which: tuple[str, str, int, str], options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
+def _in_a_process(case: Case, options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
     """Return the rows of one implementation, measured in a process of its own with an empty cache of Triton.
 
     Args:
-        which: the head dims, the input gate, the length and the name.
+        case: what is timed.
         options: the options of the command.
         end: the time after which the process ends, of `time.monotonic`.
     """
-    heads, form, T, name = which
     left = end - time.monotonic()
     if left <= 0:
         return []
     with tempfile.TemporaryDirectory() as cache:
         command = [
-            sys.executable, "-m", "tfla.bench.jax_times", "--one", name, "--forms", form, "--head-dims", heads,
-            "--lengths", str(T), "--repeats", str(options.repeats), "--calls", str(options.calls),
-            "--lock", str(options.lock), "--out", str(options.out),
+            sys.executable, "-m", "tfla.bench.jax_times", "--one", json.dumps(case), "--repeats", str(options.repeats),
+            "--calls", str(options.calls), "--lock", str(options.lock), "--out", str(options.out),
         ]  # fmt: skip
         kept = {"TRITON_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         try:

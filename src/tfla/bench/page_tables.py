@@ -144,16 +144,33 @@ def delta(results: dict[str, Row]) -> str:
 
 def jax(results: dict[str, Row]) -> str:
     """Return the table of the mLSTM from JAX and from PyTorch by length; empty as long as it has not been timed."""
-    if "jax" not in results:
+    return _beside_pytorch(results.get("jax"))
+
+
+def jax_delta(results: dict[str, Row]) -> str:
+    """Return the table of the delta rule and of GLA from JAX and from PyTorch; empty as long as it is not timed."""
+    return _beside_pytorch(results.get("jax_delta"))
+
+
+def _beside_pytorch(result: Row | None) -> str:
+    """Return a table of one result of `tfla.bench.jax_times`, with a column for each problem."""
+    if result is None:
         return ""
-    environment, rows = results["jax"]["environment"], [r for r in results["jax"]["rows"] if "seconds" in r]
-    setups = sorted({(r["dqk"], r["dhv"], r["x"]) for r in rows})
-    found = {(r["name"], r["dqk"], r["dhv"], r["x"], r["direction"]): r for r in rows}
+    environment, rows = result["environment"], [r for r in result["rows"] if "seconds" in r]
+
+    def setup_of(row: Row) -> tuple[Any, ...]:
+        return row.get("model", "mlstm"), row.get("heads", 16), row["dqk"], row["dhv"], row["x"]
+
+    setups = sorted(set(map(setup_of, rows)))
+    found = {(r["name"], *setup_of(r), r["direction"]): r for r in rows}
     body = [
         [name, *(" / ".join(_time(found.get((name, *setup, d), {})) for d in (FORWARD, BOTH)) for setup in setups)]
         for name in dict.fromkeys(r["name"] for r in rows)
     ]
-    header = [f"{dqk} x {dhv}, {x:,} steps" for dqk, dhv, x in setups]
+    header = [
+        f"{'' if model == 'mlstm' else f'{model.upper()} {heads} x '}{dqk} x {dhv}, {x:,} steps"
+        for model, heads, dqk, dhv, x in setups
+    ]
     return table([f"{environment['device']}, {environment['date']}, ms", *header], body)
 
 
@@ -245,8 +262,9 @@ def _place(found: Row) -> str:
     )
 
 
-TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba,
-          "mixers": mixers, "speculate": speculate, "first_calls": first_calls}  # fmt: skip
+TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "jax_delta": jax_delta, "speed": speed,
+          "training": training, "mamba": mamba, "mixers": mixers, "speculate": speculate,
+          "first_calls": first_calls}  # fmt: skip
 
 
 def renew(text: str, results: dict[str, Row]) -> str:
