@@ -7,14 +7,13 @@ and whether one of them cannot go on.
 from __future__ import annotations
 
 import zlib
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from tfla.ops.context_parallel.cuts import ZIGZAG, Placement
-from tfla.ops.context_parallel.exchange import gather
-from tfla.ops.transforms import needs_dispatcher
+from tfla.ops.context_parallel.told_numbers import RefusedError, exchange_numbers, owe_error
+from tfla.ops.transforms import local_part, needs_dispatcher
 
 _MET: set[str] = set()  # the groups that have had a call on GPUs
 _CHECKED: set[str] = set()  # those that have had one whose parts must fit together
@@ -56,15 +55,19 @@ def check_parts(
     if not on_cpu and (group in (_MET if fits else _CHECKED) or torch.cuda.is_current_stream_capturing()):
         return
     steps = x.shape[1] // writes if x.dim() > 1 else 0
-    numbers = torch.tensor([[refused, steps, _layout(placement), *_fingerprint(cu_seqlens)]], device=x.device)
-    found = gather(numbers, group, placement.size).flatten(0, 1).tolist()
+    own = [int(refused), steps, _layout(placement), *_fingerprint(cu_seqlens)]
+    try:
+        found = exchange_numbers(own, x.device, group, placement.size)
+    except RefusedError as error:
+        wrong = error.ranks
+    else:
+        wrong = [rank for rank, (error, *_) in enumerate(found) if error]
     if refused:
         return
-    wrong = [str(rank) for rank, (error, *_) in enumerate(found) if error]
     if wrong:
         raise ValueError(
-            f"context_parallel: got arguments that process {' and '.join(wrong)} of {placement.size} refuses, with an "
-            "error that names them, expected valid ones on each"
+            f"context_parallel: got arguments that process {' and '.join(map(str, wrong))} of {placement.size} "
+            "refuses, with an error that names them, expected valid ones on each"
         )
     if any(layout != found[0][2] for _, _, layout, *_ in found):
         raise ValueError(
@@ -95,10 +98,14 @@ def tell_refusal(
         tensors: the arguments of the call, of which any may be wrong.
         cu_seqlens: the offsets of packed sequences.
     """
-    given = tuple(x for x in tensors if isinstance(x, Tensor))
-    if given and not needs_dispatcher(given):
-        with suppress(RuntimeError):  # a device that the group does not know; the own error says more
-            check_parts(placement, group, given[0], cu_seqlens, refused=True)
+    given = tuple(local_part(x) for x in tensors if isinstance(x, Tensor))
+    if not given or needs_dispatcher(given):
+        owe_error()
+        return
+    try:
+        check_parts(placement, group, given[0], cu_seqlens, refused=True)
+    except RuntimeError:  # of a device that the group does not know; the own error says more
+        owe_error()
 
 
 def _raise_offsets(found: list[list[int]], placement: Placement, writes: int) -> None:
