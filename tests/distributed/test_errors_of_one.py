@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ OPERATORS: dict[str, Any] = {
     "linear_attention": (tfla.linear_attention, (X, X, X, GATE)),
     "channel gates": (tfla.linear_attention, (X, X, X, -X)),
     "delta_rule": (tfla.delta_rule, (X, X, X, GATE)),
-    "delta_product": (tfla.delta_product, (X, KEYS, KEYS)),
+    "delta_product": (functools.partial(tfla.delta_product, writes=2), (X, KEYS, KEYS, KEYS[..., 0])),
     "dplr": (tfla.dplr, (X, X, X, X, X, -X)),
 }
 OF_ANOTHER = (
@@ -121,7 +122,7 @@ def _flags(group: dist.ProcessGroup, *, operator: str, case: str, compiled: bool
         elif case == "input_gate":
             options["input_gate"] = "relu"
         elif case == "normalizer_grad":
-            options["normalizer_grad"] = 1
+            options["normalizer_grad"] = "no"
         elif case == "normalize":
             options["normalize"] = True
         else:

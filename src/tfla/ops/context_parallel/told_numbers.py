@@ -93,14 +93,14 @@ def exchange_numbers(own: list[int], device: torch.device, group: str, size: int
         found = _gather([_owed, *own], device, group, size)
         counts = [count for count, *_ in found]
         more = _unshared(counts)
-        mine = more[dist.get_rank(_process_group(group))]
+        of_this = more[dist.get_rank(_process_group(group))]
         if not any(more):
             _owe(0)
             return [numbers for _, *numbers in found]
-        if not mine:
+        if not of_this:
             _owe(0)
             raise RefusedError([rank for rank, count in enumerate(more) if count])
-        _owe(mine - 1)
+        _owe(of_this - 1)
 
 
 def _unshared(counts: list[int]) -> list[int]:
