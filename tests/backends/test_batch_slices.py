@@ -68,11 +68,11 @@ def test_slices_take_no_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(slices))
         return [stop - start for start, stop in slices]
 
-    assert sizes(8, 32, 1) == [4, 4]
-    assert sizes(8, 8, 4) == [4, 4]
-    assert sizes(16, 32, 1) == [4] * 4
-    assert sizes(8, 16, 1) == [8]
-    assert sizes(10, 32, 1) == [4, 4, 2]
+    assert sizes(8, 32, 1) == [2] * 4
+    assert sizes(8, 8, 4) == [2] * 4
+    assert sizes(16, 32, 1) == [2] * 8
+    assert sizes(8, 16, 1) == [4, 4]
+    assert sizes(5, 32, 1) == [2, 2, 1]
     assert sizes(1, 256, 1) == [1]
-    assert sizes(3, 200, 1) == [3]  # 600 take 5 rounds, 200 take 2
+    assert sizes(3, 100, 1) == [3]  # 300 take 5 rounds, 100 take 2
     assert sizes(8, 32, 1, large - 1) == sizes(8, 32, 1, plan=True) == [8]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,9 @@ from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, er
 from channel_scans import check_scans
 from delta_cases import MODELS as DELTA_MODELS
 from delta_cases import DeltaProblem, delta_problem
-from torch import Tensor
 
 from tfla.backends import DELTA_BACKENDS, hopper
 from tfla.backends.delta import DeltaGrads, DeltaOutputs
-
-if TYPE_CHECKING:
-    from tfla.backends.triton.delta import DeltaContext
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -54,14 +49,13 @@ CASES: dict[str, list[Case]] = {
     ],
     "pipeline": [
         ("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None),
-        ("gdn dv", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
+        ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
     ],
     "gate_warp": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
     "normalizer": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
     "store_warp": [("exp", {"K": 128, "V": 128}, None), ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
     "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
-    "delta_dv": [("gdn dv", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dv_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
@@ -133,32 +127,6 @@ def check_bfloat16_forward(p: DeltaProblem) -> None:
         check_delta_forward(p)
 
 
-def check_delta_dv(p: DeltaProblem) -> None:
-    """All results of the scan for dv are those of Triton's scan."""
-    from tfla.backends.hopper import delta_dv, scheduler
-    from tfla.backends.triton import delta, delta_kernels
-
-    spec = p.spec("fused")
-    out = DELTA_BACKENDS["triton"].forward(p.x, spec)
-
-    def scan(launch: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def launch_scan(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
-            ctx = dataclasses.replace(ctx, base=scheduler.launch(ctx.base))
-            base = ctx.base
-            dv, dC0 = base.new(*p.x.v.shape, dtype=p.x.v.dtype), base.new(p.x.sequences, base.H, base.K, base.V)
-            dbeta, do_e = launch(ctx, ctx.gates(), X, E, dh, dv, dC, dC0)
-            found.extend((dv, dbeta, do_e, dC0))
-            return DeltaGrads(*[base.placeholder(0)] * len(DeltaGrads._fields))
-
-        delta.run_backward(p.x, out, p.dh, p.dC.float(), spec, launch_scan)
-        return found
-
-    for found, expected in zip(scan(delta_dv.launch), scan(delta_kernels.launch_dv), strict=True):
-        assert error(found, expected.double()) <= TOLERANCE[p.x.q.dtype]
-
-
 def gradients_by(backend: str, p: DeltaProblem) -> DeltaGrads:
     """The gradients by a backend of what Triton's kernels store."""
     spec = p.spec("fused")
@@ -188,7 +156,7 @@ def check_channel_scans(p: DeltaProblem) -> None:
 
 
 DELTA_CHECKS = {
-    "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dv": check_delta_dv, "dq": check_delta_dq,
+    "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dq": check_delta_dq,
     "scans": check_channel_scans,
 }  # fmt: skip
 

@@ -18,8 +18,16 @@ SMALLEST = 1 << 28  # bytes between kernels below which the launches of further 
 
 
 def rounds(ctx: LaunchContext, rows: int, shared_by: int) -> int:
-    """Return in how many rounds the GPU computes the sequences of some batch rows, each by `shared_by` programs."""
-    return ceil_div(rows * ctx.H, max(1, processors(ctx.x.q.device) // shared_by))
+    """Return in how many rounds half of the multiprocessors compute the sequences of some batch rows.
+
+    Memory bounds the scans, so that half of the multiprocessors take about as long as all of them.
+
+    Args:
+        ctx: The context of the call.
+        rows: The number of batch rows.
+        shared_by: How many programs of a scan share a head of a sequence.
+    """
+    return ceil_div(rows * ctx.H, max(1, processors(ctx.x.q.device) // 2 // shared_by))
 
 
 def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[int, int]]:

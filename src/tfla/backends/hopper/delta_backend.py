@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Replay
-from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs, Saved
+from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
 from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 
 if TYPE_CHECKING:
@@ -58,15 +58,13 @@ def forward_kernels() -> ForwardKernels:
     from tfla.backends.hopper import delta_h, delta_solve
     from tfla.backends.triton import delta
 
-    return delta.ForwardKernels(
-        solve=delta_solve.launch, h=delta_h.launch, by_channel=channel_kernels, stores_X=False
-    )  # fmt: skip
+    return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch, by_channel=channel_kernels)
 
 
 class HopperDelta(TritonDelta):
     """The backend of :mod:`.delta_h`, :mod:`.delta_backward` and the kernels for gates by channel.
 
-    A forward stores what Triton's does, but X only with gates by channel or in segments.
+    A forward stores what Triton's does, but X only with gates by channel, in segments or with dhv above 128.
     """
 
     name = "hopper"
@@ -106,13 +104,6 @@ class HopperDelta(TritonDelta):
             return "it needs strides that are multiples of 16 bytes"
         return None
 
-    def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
-        """Return what a forward stores."""
-        found = super().saved(x, correct, chunk_size, kernel)
-        if kernel == BY_SEGMENTS or x.channel_gates or not correct:
-            return found
-        return found._replace(X=((0,), torch.float32))
-
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
         return self.run_forward(_for_descriptors(x), spec, forward_kernels())
@@ -141,15 +132,6 @@ class HopperDelta(TritonDelta):
         return delta.run_backward(
             _for_descriptors(x), out, dh, dC, spec, delta_backward.backward, channel_kernels
         )  # fmt: skip
-
-    def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
-        """Compute the cotangents of the initial states by one scan of the backward."""
-        from tfla.backends.hopper import delta_solve
-        from tfla.backends.triton import delta
-
-        if out.X.numel() or delta.takes_channel_kernels(x, spec):
-            return super().initial_cotangent(x, out, dh, spec)
-        return delta.run_initial_cotangent(x, out, dh, spec, delta_solve.launch)
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

@@ -1,9 +1,10 @@
 """dk_w in memory: the part of dk that comes from writing, which one scan of the delta rule stores and the other reads.
 
-`delta_dv_dk_kernel` has tiles of it with steps as rows of accumulators, `delta_dq_dk_kernel` needs them with steps as
-columns. Shared memory has no room for it in either, so each thread stores and loads what it holds. Of each 16 numbers
-of a step those that a thread holds are next to each other, the first and the ninth, the second and the tenth, and so
-on: a warp then moves whole sectors. The 128 numbers of a step stay together, so that dk can lie in the same memory.
+`delta_dv_dk_kernel` has tiles of it with steps as rows of accumulators, `delta_dq_dk_kernel`, and for wider heads
+`dq_dk_kernel`, need them with steps as columns. Shared memory of the first two has no room for it, so each thread
+stores and loads what it holds. Of each 16 numbers of a step those that a thread holds are next to each other, the first
+and the ninth, the second and the tenth, and so on: a warp then moves whole sectors. The 128 numbers of a step stay
+together, so that dk can lie in the same memory, and TMA can bring tiles of it.
 """
 
 from triton.experimental import gluon
@@ -65,10 +66,23 @@ def store(x, dk_w, t, column, work_tile, params, config):
 
 
 @gluon.jit
+def load(dk_w, t, column, work_tile, params, config):
+    """Return 64 columns of dk_w of the tile at step `t`, (L, 64), as `store` takes them; 0 after the last step."""
+    L: gl.constexpr = config.L
+    at, inside = pointers(dk_w, t, column, work_tile, params, layout_by_rows(), config)
+    x = gl.permute(gl.reshape(gl.load(at, inside, 0.0), [L, 4, 8, 2]), (0, 1, 3, 2))
+    return gl.convert_layout(gl.reshape(x, [L, 64]), mma.accumulator_layout(64), assert_trivial=True)
+
+
+@gluon.jit
+def transposed(x, L: gl.constexpr):
+    """Return 64 columns of a tile of dk_w, (L, 64) in `layout_by_columns`, as transposed accumulators, (64, L)."""
+    x = gl.permute(gl.reshape(x, [L, 4, 8, 2]), (1, 3, 2, 0))
+    return gl.convert_layout(gl.reshape(x, [64, L]), mma.accumulator_layout(L), assert_trivial=True)
+
+
+@gluon.jit
 def load_transposed(dk_w, t, column, work_tile, params, config):
     """Return 64 columns of dk_w of the tile at step `t`, transposed, (64, L), in its dtype; 0 after the last step."""
-    L: gl.constexpr = config.L
-    layout: gl.constexpr = layout_by_columns()
-    at, inside = pointers(dk_w, t, column, work_tile, params, layout, config)
-    x = gl.permute(gl.reshape(gl.load(at, inside, 0.0), [L, 4, 8, 2]), (1, 3, 2, 0))
-    return gl.convert_layout(gl.reshape(x, [64, L]), mma.accumulator_layout(L), assert_trivial=True)
+    at, inside = pointers(dk_w, t, column, work_tile, params, layout_by_columns(), config)
+    return transposed(gl.load(at, inside, 0.0), config.L)

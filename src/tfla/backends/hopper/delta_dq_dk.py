@@ -439,7 +439,7 @@ def partitions(tensors, source, sums, pairs, group_size, gmem, params, config):
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (Q, K, E, DO, DV, shared, params, group_size, config)),
-            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, 0, config)),
+            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
             (store_warp.run_store_warp, (
                 shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
             )),

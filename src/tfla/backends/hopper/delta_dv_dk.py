@@ -1,9 +1,11 @@
-"""dv of the delta rule where dhv is at most 128, and what writing adds to dk: a fused scan against time.
+"""dv of the delta rule, and what writing adds to dk: a fused scan against time of 128 columns of the values.
 
-A program computes the whole state of one head. Two consumers hold 64 columns of the transposed cotangent dC^T, (dhv,
-dqk), in registers, as in `delta_dv.py`, whose docstring has the vectors of a tile and the equations of dv. dC is on
-chip, and q, k, do and E are read for dv: with them the scan computes the part of dk that comes from writing, (R8),
-which it stores for `delta_dq_dk_kernel`:
+A program computes 128 columns of the state of one head. Two consumers hold 64 of them each, of the transposed
+cotangent dC^T, (dhv, dqk), in registers. The equations are (R1), (R5), (R6) and (R8) of
+`tfla.backends.triton.delta_kernels`, where the read key is k. L is the number of steps of a tile. Of the vectors of a
+tile, a is the decay from its start to each step, w the decay from each step to its end, and g is its whole decay. D is
+the gate matrix, and X the matrix of (R1). dC is on chip, and q, k, do and E are read for dv: with them the scan
+computes the part of dk that comes from writing, which it stores for the scans with time:
 
     dk_w = B ((E dC) w + S_q^T q + S_k^T k)
 
@@ -30,7 +32,7 @@ The steps of a tile n (`process_tile`), against time; P is that of tile n, compu
     (15)  dk <- dk + S_q^T q + S_k^T k                  (L, 64) = (L, L) (L, 64)
     (16)  S <- q k^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer
     (17)  the stage of tile n is empty
-    (18)  dk_w = dk * beta                              from registers to global memory
+    (18)  dk_w = dk * beta                              from registers to global memory; later blocks add to it
     (19)  P <- S * D * scale of tile n + 1, masked      (L, L / 2), to shared memory, (R1) times scale
 
 The left operand of (8) is split into a sum of two 16-bit numbers, and that of (9) is made of dv as it is stored: what
@@ -38,6 +40,9 @@ gates read of this scan and of the one with time then differs by less than what 
 
 Accumulators and operands of (13) live only from there on, so that at no time more than 176 registers hold data. The
 rest must hold what a loop keeps. So addresses and descriptors that are the same in every tile are computed again.
+
+Heads with dhv above 128 have a launch for each BLOCK of 128 columns. All results but dv and the states are sums over
+the columns of dhv: the second launch adds its dk_w to that of the first, and the caller adds up the rest.
 
 The ring has two stages of 72 KiB: q, k, do and E, 16 KiB each, and X. Arrows lead from the partition that arrives at a
 barrier to the one that waits for it:
@@ -61,6 +66,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.gpu.config import ceil_div
 from tfla.backends.hopper import delta_dk_w, delta_tiles, host, mma, pipeline, scheduler, store_warp
 from tfla.backends.hopper.checkpoints import store_checkpoint
 from tfla.backends.hopper.delta_tiles import (
@@ -90,7 +96,7 @@ class GlobalPointers(NamedTuple):
     dk_w: Any  # (B, T, H, ROWS), in the order of `delta_dk_w.py`
     state_in: Any  # dC after the last step of each sequence, (sequences, H, dqk, dhv)
     state_out: Any  # dC before the first step of each sequence, (sequences, H, dqk, dhv)
-    checkpoints: Any  # dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), in the order of `checkpoints.py`
+    checkpoints: Any  # dC at checkpoints, (checkpoints, H, ROWS, dhv), in the order of `checkpoints.py`
     scale: Any  # the factor of the queries
 
 
@@ -142,7 +148,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
             pipeline.async_load(K, at, bar, shared.k.index(s))
             pipeline.async_load(Q, at, bar, shared.q.index(s))
             for half in gl.static_range(2):
-                at = scheduler.tile_coordinates(b, h, t, 64 * half, end, params)
+                at = scheduler.tile_coordinates(b, h, t, config.BLOCK * COLUMNS + 64 * half, end, params)
                 pipeline.async_load(DO, at, bar, shared.do.index(2 * s + half))
                 pipeline.async_load(E, at, bar, shared.e.index(2 * s + half))
             pipeline.async_load(X, scheduler.tile_coordinates(b, h, t, 0, end, params), bar, shared.x.index(s))
@@ -188,12 +194,13 @@ def store_scores(S, weights, ids, shared, half: gl.constexpr, config):
 def store_state_checkpoint(t, work_tile, gmem, shared, params, half: gl.constexpr, config):
     """Store 64 rows of dC after the tile at step `t`, from shared memory, where this is a checkpoint, step (4)."""
     step = t + config.L
+    DY: gl.constexpr = (config.DV + COLUMNS - 1) // COLUMNS * COLUMNS
     if step % config.CHECKPOINT_STEPS == 0 and step < work_tile.steps:
         at = delta_tiles.checkpoint_index(step, work_tile, params, config)
         for block in gl.static_range(2):
             of_block = shared.c.index(block).slice(half * 64, 64, 1).permute((1, 0))
             x = of_block.load(mma.accumulator_layout(64))  # (64, 64) of dC
-            store_checkpoint(x, gmem.checkpoints, at, half * 64, block * 64, ROWS, COLUMNS)
+            store_checkpoint(x, gmem.checkpoints, at, half * 64, config.BLOCK * COLUMNS + block * 64, ROWS, DY)
 
 
 @gluon.jit
@@ -308,6 +315,8 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     # (15) dk <- dk + S_q^T q + S_k^T k
     dk = warpgroup_mma(A, q.slice(half * 64, 64, 1), dk, is_async=True)
     dk = warpgroup_mma(B, my_k, dk, is_async=True)
+    if config.BLOCK > 0:
+        before = delta_dk_w.load(gmem.dk_w, t, half * 64, work_tile, params, config)
     # (16) S of the next tile
     write = load_row_weights(g, WRITE, L)
     following, phase = pipeline.advance(s, phase, STAGES)
@@ -319,7 +328,10 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     mbarrier.arrive(shared.left, count=1)
     mbarrier.arrive(shared.empty.index(s), count=1)
     # (18) dk_w
-    delta_dk_w.store(dk * write, gmem.dk_w, t, half * 64, work_tile, params, config)
+    dk *= write
+    if config.BLOCK > 0:
+        dk += before.to(gl.float32)
+    delta_dk_w.store(dk, gmem.dk_w, t, half * 64, work_tile, params, config)
     # (19) P of the next tile
     weights = delta_tiles.load_scaled_decays(gmem, shared, following, half, config)  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
@@ -331,7 +343,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
-    ids = delta_tiles.fragment_ids(half, config)
+    ids = delta_tiles.fragment_ids(half, config, config.BLOCK * COLUMNS)
     pipe_state = pipeline.PipelineState(0, 0, 0)
     # (17) and (19) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
@@ -357,7 +369,7 @@ def delta_dv_dk_kernel(
     Q, K, DO, E, X, DV_out, dk_w, dbeta, do_e, pairs, checkpoints, gates, beta, state_in, state_out, schedule, T,
     tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, CHECKPOINT_STEPS: gl.constexpr, GATED: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
+    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Compute dv, dk_w, dbeta and do . E, and with STORE_FINAL_STATE the cotangents of the initial states.
 
@@ -369,10 +381,11 @@ def delta_dv_dk_kernel(
         E: TMA descriptor of the prediction errors, in tiles like those of do.
         X: TMA descriptor of the result of `solve_kernel`, (B, T, H, L), in tiles (L, L).
         DV_out: TMA descriptor of dv, in tiles like those of do.
-        dk_w: Output, the gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`.
-        dbeta, do_e: Outputs Z . E and do . E, (B, T, H), float32.
-        pairs: Output for sums of pairs, (H, tiles, PAIR_SUMS, L), with GATED: OTHER_TILES.
-        checkpoints: Output for dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), with GATED.
+        dk_w: Output, the gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`; where BLOCK is
+            not 0, it is added to what is there.
+        dbeta, do_e: Outputs Z . E and do . E over the columns of each launch, (blocks, B, T, H), float32.
+        pairs: Output for sums of pairs, (blocks, H, tiles, PAIR_SUMS, L), with GATED: OTHER_TILES.
+        checkpoints: Output for dC at checkpoints, (checkpoints, H, ROWS, dhv up to a multiple of COLUMNS), with GATED.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
         state_in: Cotangents of the final states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
@@ -385,6 +398,7 @@ def delta_dv_dk_kernel(
         num_work_tiles: Sequences times H.
         stride_b, stride_t, stride_h: Strides of beta.
         scale: The factor of the queries.
+        BLOCK: Which block of COLUMNS columns of dhv the launch computes.
     """
     partitions(
         (Q, K, DO, E, X),
@@ -401,7 +415,7 @@ def delta_dv_dk_kernel(
         ),
         Config(
             DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=True, SAVE=False, USE_INITIAL_STATE=USE_INITIAL_STATE,
-            STORE_FINAL_STATE=STORE_FINAL_STATE, CHECKPOINT_STEPS=CHECKPOINT_STEPS,
+            STORE_FINAL_STATE=STORE_FINAL_STATE, CHECKPOINT_STEPS=CHECKPOINT_STEPS, BLOCK=BLOCK,
         ),
     )  # fmt: skip
 
@@ -430,7 +444,13 @@ def partitions(tensors, source, dots, pairs, group_size, gmem, params, config):
         left=pipeline.allocate_barrier(2),
     )
     store_config: gl.constexpr = store_warp.StoreWarpConfig(
-        L=L, STAGES=STAGES, REVERSE=True, IS_SEGMENTED=False, RESULT=DOTS_AND_WRITES, GATED=config.GATED
+        L=L,
+        STAGES=STAGES,
+        REVERSE=True,
+        IS_SEGMENTED=False,
+        RESULT=DOTS_AND_WRITES,
+        GATED=config.GATED,
+        BLOCK=config.BLOCK,
     )
     fence_async_shared()
     gl.warp_specialize(
@@ -438,7 +458,7 @@ def partitions(tensors, source, dots, pairs, group_size, gmem, params, config):
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (tensors, shared, params, group_size, config)),
-            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, 0, config)),
+            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
             (store_warp.run_store_warp, (
                 shared.sums, dots, pairs, full, empty, params, source.tiles_per_head, store_config,
             )),
@@ -452,7 +472,7 @@ def launch(
     ctx: "DeltaContext", gates: Tensor, X: Tensor, E: Tensor, dh: Tensor, dv: Tensor, dk_w: Tensor, pairs: Tensor,
     checkpoints: Tensor, *, final: Tensor | None, initial: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute dv, dk_w, dbeta and the cotangents of the initial states.
+    """Compute dv, dk_w, dbeta and the cotangents of the initial states, by a launch for each 128 columns of dhv.
 
     Args:
         ctx: The context of the call, with the schedule of packed sequences.
@@ -462,8 +482,8 @@ def launch(
         dh: The cotangent of h, (B, T, H, dhv).
         dv: Output, (B, T, H, dhv).
         dk_w: Output, the gradient of keys as writers, (B, T, H, ROWS).
-        pairs: Output for sums of pairs of steps, (1, H, tiles, PAIR_SUMS, L), with gates.
-        checkpoints: Output for dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), with gates.
+        pairs: Output for sums of pairs of steps, (blocks of 128 columns, H, tiles, PAIR_SUMS, L), with gates.
+        checkpoints: Output for dC at checkpoints, (checkpoints, H, ROWS, dhv up to a multiple of 128), with gates.
         final: The cotangents of the final states, (N, H, dqk, dhv), or None for zeros.
         initial: Output for the cotangents of the initial states, or None.
 
@@ -471,12 +491,18 @@ def launch(
         dbeta and do . E, (B, T, H) float32.
     """
     base = ctx.base
-    dbeta, do_e = delta_tiles.new_dots(base, base.B, base.T, base.H)
-    base.launch(delta_dv_dk_kernel, host.grid(base, 1),
-        *delta_tiles.descriptors_for_dv(ctx, dh, E, X, dv), dk_w, dbeta, do_e, pairs, checkpoints, gates, ctx.beta,
-        gates if final is None else final, gates if initial is None else initial, base.schedule,
-        *delta_tiles.kernel_scalars(ctx),
-        DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated, IS_VARLEN=base.packed,
-        USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None, num_warps=4,
-    )  # fmt: skip
-    return dbeta, do_e
+    blocks = ceil_div(base.V, COLUMNS.value)
+    shape = base.B, base.T, base.H
+    dbeta, do_e = delta_tiles.new_dots(base, *shape) if blocks == 1 else delta_tiles.new_dots(base, 1, blocks, *shape)
+    descriptors = delta_tiles.descriptors_for_dv(ctx, dh, E, X, dv)
+    for block in range(blocks):
+        base.launch(delta_dv_dk_kernel, host.grid(base, 1),
+            *descriptors, dk_w, dbeta, do_e, pairs, checkpoints, gates, ctx.beta, gates if final is None else final,
+            gates if initial is None else initial, base.schedule, *delta_tiles.kernel_scalars(ctx),
+            DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated,
+            IS_VARLEN=base.packed, USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None,
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    if blocks == 1:
+        return dbeta, do_e
+    return base.recorder.sum_of(dbeta, 0), base.recorder.sum_of(do_e, 0)

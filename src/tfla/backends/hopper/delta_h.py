@@ -311,7 +311,7 @@ def partitions(tensors, source, group_size, gmem, params, config):
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
-            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, 0, config)),
+            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

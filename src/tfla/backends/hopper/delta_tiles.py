@@ -48,6 +48,7 @@ class Config(NamedTuple):
     CHECKPOINT_STEPS: Any = 0  # steps between checkpoints, for dq and dk
     IS_SEGMENTED: Any = False  # no work tile is a segment
     INDEXED: Any = False  # `state_in` and `state_out` are a pool, and the schedule has the rows; for h
+    BLOCK: Any = 0  # the block of COLUMNS columns that a launch computes, for dv and dk_w
 
 
 class FragmentIds(NamedTuple):
@@ -81,25 +82,25 @@ class WriteSource(NamedTuple):
 
 
 @gluon.jit
-def fragment_ids(half: gl.constexpr, config):
-    """Return the indices of what this consumer holds."""
+def fragment_ids(half: gl.constexpr, config, column: gl.constexpr = 0):
+    """Return the indices of what this consumer holds; the launch computes the columns from `column` on."""
     L: gl.constexpr = config.L
     i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
-    return FragmentIds(i=i, j=j, column=gl.program_id(1) * COLUMNS + half * 64)
+    return FragmentIds(i=i, j=j, column=gl.program_id(1) * COLUMNS + (column + half * 64))
 
 
 @gluon.jit
-def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AHEAD: gl.constexpr, config):
+def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, config):
     """Store the vectors of each tile to shared memory: gate vectors from global memory, beta, and for h their product.
 
     Args:
         source: Where they come from.
-        vectors: Shared memory for them, (STAGES + AHEAD, NUM_VECTORS L).
-        full: Full barriers of this ring, (STAGES + AHEAD).
+        vectors: Shared memory for them, (STAGES, NUM_VECTORS L).
+        full: Full barriers of this ring, (STAGES).
         empty: Empty barriers, (STAGES).
         params: The numbers of the scheduler.
-        STAGES, AHEAD: see `pipeline.acquire`.
+        STAGES: Stages of the ring.
         config: Constants.
     """
     L: gl.constexpr = config.L
@@ -137,7 +138,7 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
             if source.do_e is not None:
                 do_e = gl.load(do_e_at + t.to(gl.int64) * params.H, mask=t < steps, other=0.0)
                 same = do_e * write * source.scale  # (L)
-            s, bar = pipeline.acquire(n, full, empty, STAGES, AHEAD)
+            s, bar = pipeline.acquire(n, full, empty, STAGES)
             g = vectors.index(s)
             if source.do_e is not None:
                 g.slice(SAME_STEP * L, L, 0).store(same)
@@ -150,7 +151,7 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
             pipeline.barrier()
             mbarrier.arrive(bar, count=1)
             n += 1
-    pipeline.producer_tail(n, full, empty, STAGES, AHEAD=AHEAD)
+    pipeline.producer_tail(n, full, empty, STAGES)
 
 
 @gluon.jit

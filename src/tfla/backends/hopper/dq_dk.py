@@ -43,21 +43,20 @@ by the denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 12
 
 The delta rule is linear attention with a write strength beta that writes E, and with two readers of the state (READER):
 queries, with the cotangent do, and the read keys k, with the cotangent -dv (`docs/delta-rule.md`). Heads with dhv up to
-128 have one launch in each direction for both, `delta_backward.py`. Of wider heads each reader has its own launches,
-where f is the factor of the reader, scale or -1:
+128 have one launch with time for both, `delta_dq_dk.py`. Of wider heads each reader has its own, where f is the factor
+of the reader, scale or -1:
 
-    result              scan           x    y     z    w    a        update weights u   P
-    dq                  with time      k    E     do   q    f INTER  UPDATE beta        f S beta
-    dr                  with time      k    E     dv   k    f INTER  UPDATE beta        f S beta
-    dk by queries       against time   q    do    E    k    UPDATE beta    f INTER      (f S beta)^T
-    dk by read keys     against time   k    dv    E    k    UPDATE beta    f INTER      (f S beta)^T
+    result   scan           x    y     z    w    a        update weights u   P
+    dq       with time      k    E     do   q    f INTER  UPDATE beta        f S beta
+    dk       with time      k    E     dv   dk_w f INTER  UPDATE beta        f S beta
 
 Here P is masked strictly. What a query reads of its own step's write is added before step (9): x times the diagonal of
-P, of which the caller has do . E; a read key reads none of it. A later kernel adds up dr and both parts of dk.
-Step (7) then comes before step (5), so that it leaves what is read across tiles. The sums of pairs of steps of one tile
-(B7), without those of a step with itself, since no gate lies between them, are of the scans with time: step (11) also
-computes W = P * (w x^T) from P before it is rounded, and leaves the sums of its rows and columns. Where keys are alike,
-rounding errors of P would not cancel in dlog_f.
+P, of which the caller has do . E; a read key reads none of it. To what keys add as readers step (9) adds dk_w, which
+`delta_dv_dk_kernel` has left; the other steps have k in the place of w. Step (7) comes before step (5), so that it
+leaves what is read across tiles. The sums of pairs of steps of one tile (B7), without those of a step with itself,
+since no gate lies between them, come from step (11): it also computes W = P * (w x^T) from P before it is rounded, and
+leaves the sums of its rows and columns. Where keys are alike, rounding errors of P would not cancel in dlog_f.
+Checkpoints are of dC here: step (12) makes <C, dC>.
 """
 
 from typing import Any, NamedTuple
@@ -73,7 +72,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR
-from tfla.backends.hopper import gate_warp, mma, normalizer, pipeline, scheduler, split_reduce, store_warp
+from tfla.backends.hopper import delta_dk_w, gate_warp, mma, normalizer, pipeline, scheduler, split_reduce, store_warp
 from tfla.backends.hopper.checkpoints import checkpoint_dots, store_checkpoint
 from tfla.backends.hopper.gate_warp import RECOMPUTED
 from tfla.backends.hopper.pipeline import (
@@ -86,13 +85,12 @@ from tfla.backends.hopper.pipeline import (
     TILE_DECAY,
 )
 from tfla.backends.hopper.split_reduce import PAIR
-from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT, SUMS_OF_READERS, SUMS_OF_WRITES
+from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT, SUMS_OF_READERS
 
 # Values of READER: which reader of the state of the delta rule has the cotangent of a launch.
 NO_READER = gl.constexpr(0)  # a launch of linear attention
 QUERIES = gl.constexpr(1)
 READ_KEYS = gl.constexpr(2)
-READERS = gl.constexpr(2)
 
 
 class Config(NamedTuple):
@@ -130,7 +128,7 @@ class GlobalPointers(NamedTuple):
     n_out: Any  # (segments, H, dqk): final n, or with ACCUMULATE_DN what segments add to dn; READER: sums of pairs
     checkpoints: Any  # (checkpoints, H, dqk, dhv)
     n_checkpoints: Any  # (checkpoints, H, dqk)
-    dots: Any  # (checkpoints, H, programs of a head or READERS, 8)
+    dots: Any  # (checkpoints, H, programs of a head, 8)
 
 
 class SharedStorage(NamedTuple):
@@ -140,7 +138,7 @@ class SharedStorage(NamedTuple):
     x: Any  # (STAGES, L, 128)
     y: Any  # (STAGES, L, WIDTH)
     z: Any  # (STAGES, L, WIDTH)
-    w: Any  # q or k, (2 STAGES, L, 64): one tile for each consumer
+    w: Any  # q or k, with READ_KEYS dk_w, (2 STAGES, L, 64): one tile for each consumer
     g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L)
     u: Any  # update weights, (STAGES, 2 L)
     delta: Any  # delta, or with READER f beta, (STAGES, L)
@@ -185,15 +183,13 @@ class WorkTile(NamedTuple):
 
 
 @gluon.constexpr_function
-def result_of_store_warp(transposed, save_d, reader, save_sums, reverse):
+def result_of_store_warp(transposed, save_d, reader, save_sums):
     """Return what the store warp of a launch with these constants stores."""
     if transposed:
         return DENOMINATORS if save_d else NO_RESULT
     if reader == NO_READER:
         return GATE_SUMS
-    if not save_sums:
-        return NO_RESULT
-    return SUMS_OF_WRITES if reverse else SUMS_OF_READERS
+    return SUMS_OF_READERS if save_sums else NO_RESULT
 
 
 @gluon.jit
@@ -253,10 +249,10 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
             pipeline.async_load(Y, at_y, bar, shared.y.index(s))
             pipeline.async_load(X, at_x, bar, shared.x.index(s))
             if not config.TRANSPOSED:
-                pipeline.async_load(W, at_x, bar, shared.w.index(2 * s))
-                pipeline.async_load(
-                    W, scheduler.tile_coordinates(b, x_head, t, row + 64, end, params), bar, shared.w.index(2 * s + 1)
-                )
+                w_head = h if config.READER == READ_KEYS else x_head  # dk_w is of each head of v
+                for w_half in gl.static_range(2):
+                    at_w = scheduler.tile_coordinates(b, w_head, t, row + 64 * w_half, end, params)
+                    pipeline.async_load(W, at_w, bar, shared.w.index(2 * s + w_half))
             n += 1
     pipeline.producer_tail(n, shared.full, shared.empty, config.STAGES)
 
@@ -319,7 +315,18 @@ def issue_scores(shared, s, half: gl.constexpr, config):
 
 @gluon.jit
 def issue_read_products(shared, s, half: gl.constexpr, config):
-    """Start w x^T of the tile in stage s for one half of the columns, (L, L / 2) = (L, 128) (128, L / 2), step (11)."""
+    """Start q x^T or k x^T of the tile in stage s for one half of the columns, (L, L / 2), step (11)."""
+    L: gl.constexpr = config.L
+    x = shared.x.index(s).reshape([L, 128])
+    if config.READER == READ_KEYS:
+        return mma.issue_mma(x, x.slice(half * (L // 2), L // 2, 0).permute((1, 0)))
+    else:
+        return issue_query_products(shared, s, half, config)
+
+
+@gluon.jit
+def issue_query_products(shared, s, half: gl.constexpr, config):
+    """Start q x^T like `issue_read_products`, from both tiles of q."""
     L: gl.constexpr = config.L
     x = shared.x.index(s).reshape([L, 128]).slice(half * (L // 2), L // 2, 0)
     product = mma.issue_mma(shared.w.index(2 * s).reshape([L, 64]), x.slice(0, 64, 1).permute((1, 0)))
@@ -394,10 +401,7 @@ def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config
         n_checkpoint = gl.load(gmem.n_checkpoints + checkpoint * config.DX + ids.rk, mask=ids.has_n, other=0.0)
         dot += gl.convert_layout(acc.n * n_checkpoint, gl.SliceLayout(1, layout), assert_trivial=True)
     warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
-    if config.READER == NO_READER:
-        at = gmem.dots + (checkpoint * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
-    else:
-        at = gmem.dots + (checkpoint * READERS + (config.READER - QUERIES)) * 8 + half * 4
+    at = gmem.dots + (checkpoint * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
     gl.store(at + gl.arange(0, 4, warps.type.layout), warps)
 
 
@@ -535,7 +539,7 @@ def at_checkpoint(acc, t, work_tile, ids, gmem, params, half: gl.constexpr, conf
     step = t if config.REVERSE else t + config.L
     if step % config.CHECKPOINT_STEPS == 0 and step < work_tile.steps and step > 0:
         checkpoint = work_tile.checkpoint + step // config.CHECKPOINT_STEPS * params.H
-        if config.REVERSE:
+        if config.REVERSE or config.READER != NO_READER:
             store_checkpoint_dots(acc, checkpoint, ids, half, gmem, config)
         else:
             store_state_checkpoint(acc, checkpoint, ids, gmem, config)
@@ -572,8 +576,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(128))), 0)
     # (1) out^T <- (C z^T + n delta^T) * a, and (2)
     out = inter_tile_output(acc, pipe_state, z, shared, config)
-    if config.RESULT == SUMS_OF_READERS or config.RESULT == SUMS_OF_WRITES:  # (7) of other tiles
-        mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
+    if config.RESULT == SUMS_OF_READERS:  # (7) of other tiles
+        mma.store_partial_dots(out, x if config.READER == READ_KEYS else w_t, shared.partial_dots.index(s), half, L)
     C0, C1, N, dn, decay, N0, N1 = acc
     if config.FUSE_NORMALIZER:  # (3), (4) d and its inverse, while few registers are in use
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
@@ -595,6 +599,9 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
     if config.READER == QUERIES:  # what queries read of their own steps' writes
         out += x_t.to(gl.float32) * gl.expand_dims(shared.same.index(s).load(gl.SliceLayout(0, out.type.layout)), 0)
+    if config.READER == READ_KEYS:  # what keys add as writers
+        of_writing = w.reshape([L, 64]).load(delta_dk_w.layout_by_columns())
+        out += delta_dk_w.transposed(of_writing, L).to(gl.float32)
     if config.ACCUMULATE_DN:
         # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)
@@ -613,7 +620,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     acc = Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1)
     acc, pipe_state = start_next_tile(acc, B, pipe_state, shared, ids, half, config)
     # (12) Checkpoint
-    if not config.TRANSPOSED:
+    if not config.TRANSPOSED and config.READER != QUERIES:
         at_checkpoint(acc, t, work_tile, ids, gmem, params, half, config)
     return acc, pipe_state
 
@@ -695,21 +702,22 @@ def dq_dk_kernel(
         X: TMA descriptor of x, in tiles (L, 128).
         Y: TMA descriptor of y, in tiles (L, WIDTH).
         Z: TMA descriptor of z, in tiles (L, WIDTH).
-        W: TMA descriptor of w, in tiles (L, 64); with TRANSPOSED that of the result.
+        W: TMA descriptor of w, in tiles (L, 64); with TRANSPOSED that of the result. With READ_KEYS dk_w, (B, T, H,
+            128), in the order of `delta_dk_w.py`.
         Out: TMA descriptor of the result, in tiles (L, 64).
         gates: Gate vectors, (H, tiles, VECTORS, L).
         i_gate: Input gates, (B, T, H), or beta with READER.
         f_gate: Forget gates, (B, T, H), or with QUERIES do . E.
         w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H). With SAVE_SUMS and READER
-            those of earlier tiles, unused with REVERSE.
+            those of earlier tiles.
         state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE.
         state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
         n_in: Initial n, (segments, H, dqk).
         n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk). With SAVE_SUMS and READER the
-            sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM and COLUMN_SUM, or with REVERSE OTHER_TILES.
+            sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM and COLUMN_SUM.
         checkpoints: States at checkpoints, (checkpoints, H, dqk, dhv), in the order of `checkpoints.py`.
         n_checkpoints: n at checkpoints, (checkpoints, H, dqk).
-        dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8); with READER (checkpoints, H, READERS, 8).
+        dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8).
         zero_counts: A zero for each pair of programs, int32, with NUM_SPLITS above 1.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         T: Tokens of a batch row.
@@ -725,7 +733,7 @@ def dq_dk_kernel(
     """
     WIDTH: gl.constexpr = DY // NUM_SPLITS
     ACCUMULATE_DN: gl.constexpr = IS_SEGMENTED and NORMALIZE and USE_DP_OFFSET and not REVERSE
-    RESULT: gl.constexpr = result_of_store_warp(TRANSPOSED, SAVE_D, READER, SAVE_SUMS, REVERSE)
+    RESULT: gl.constexpr = result_of_store_warp(TRANSPOSED, SAVE_D, READER, SAVE_SUMS)
     partitions(
         (X, Y, Z, W),
         gate_warp.GateSource(
@@ -790,7 +798,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.FUSE_NORMALIZER else None
     initial_n_ready = pipeline.allocate_barrier(2) if config.FUSE_NORMALIZER else None
     RESULT: gl.constexpr = config.RESULT
-    PAIRS: gl.constexpr = config.RESULT == SUMS_OF_READERS or config.RESULT == SUMS_OF_WRITES
+    PAIRS: gl.constexpr = config.RESULT == SUMS_OF_READERS
     store_config: gl.constexpr = store_warp.StoreWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
     )  # fmt: skip

@@ -112,43 +112,32 @@ def advance(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def acquire(n, full, empty, STAGES: gl.constexpr, AHEAD: gl.constexpr = 0):
+def acquire(n, full, empty, STAGES: gl.constexpr):
     """Wait until the stage of tile n is empty; return the stage and its full barrier.
-
-    A ring may have AHEAD stages more than there are empty barriers: of a ring of STAGES stages that the consumers leave
-    with the same arrival. Its stage of tile n is empty when the other ring's stage of tile n - AHEAD is.
 
     Args:
         n: Number of the tile, over all work tiles of the program.
-        full: Full barriers of the ring, (STAGES + AHEAD).
+        full: Full barriers of the ring, (STAGES).
         empty: Empty barriers, (STAGES).
-        STAGES: Stages of the ring, less AHEAD.
-        AHEAD: see above.
+        STAGES: Stages of the ring.
     """
-    if AHEAD == 0:
-        s, phase = stage_and_phase(n, STAGES)
-        mbarrier.wait(empty.index(s), phase ^ 1)
-        return s, full.index(s)
-    else:
-        if n >= AHEAD:
-            other, phase = stage_and_phase(n - AHEAD, STAGES)
-            mbarrier.wait(empty.index(other), phase ^ 1)
-        s = n % (STAGES + AHEAD)
-        return s, full.index(s)
+    s, phase = stage_and_phase(n, STAGES)
+    mbarrier.wait(empty.index(s), phase ^ 1)
+    return s, full.index(s)
 
 
 @gluon.jit
-def producer_tail(n, full, empty, STAGES: gl.constexpr, arrivals: gl.constexpr = 1, AHEAD: gl.constexpr = 0):
+def producer_tail(n, full, empty, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
     """Hand over one more stage without data after the last tile, n - 1.
 
     Consumers wait for the next tile while they compute one, so they wait for one stage more than there are tiles.
 
     Args:
         n: Number of tiles of the program.
-        full: Full barriers of the ring, (STAGES + AHEAD).
+        full: Full barriers of the ring, (STAGES).
         empty: Empty barriers, (STAGES).
-        STAGES, AHEAD: see `acquire`.
+        STAGES: Stages of the ring.
         arrivals: How many of the arrivals that complete the stage are of this warp.
     """
-    _s, bar = acquire(n, full, empty, STAGES, AHEAD)
+    _s, bar = acquire(n, full, empty, STAGES)
     mbarrier.arrive(bar, count=arrivals)

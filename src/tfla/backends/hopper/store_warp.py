@@ -22,11 +22,9 @@ NO_RESULT = gl.constexpr(0)
 DENOMINATORS = gl.constexpr(1)  # d of (T3)
 DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times -u, which DELTA_P holds before
 GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
-SUMS_OF_WRITES = gl.constexpr(4)  # k . dk of later tiles alone, (B7)
-DOTS_WITH_E = gl.constexpr(5)  # do . E and Z . E of the delta rule, the latter dbeta
-SUMS_OF_READERS = gl.constexpr(6)  # of one reader of the delta rule, or of both: what steps read, and pairs of a tile
-DOTS_AND_WRITES = gl.constexpr(7)  # do . E and Z . E, and with gates what later tiles read of each step
-DV_DOTS = gl.constexpr(8)  # dv . E with gates by channel
+SUMS_OF_READERS = gl.constexpr(4)  # of one reader of the delta rule, or of both: what steps read, and pairs of a tile
+DOTS_AND_WRITES = gl.constexpr(5)  # do . E, Z . E, which is dbeta, and with gates what later tiles read of each step
+DV_DOTS = gl.constexpr(6)  # dv . E with gates by channel
 
 # The parts of SUMS_OF_READERS, (L) each: what steps read, by warps of consumers, the rows of W by consumers, and its
 # columns by warps, half of them each.
@@ -46,6 +44,7 @@ class StoreWarpConfig(NamedTuple):
     IS_SEGMENTED: Any
     RESULT: Any  # NO_RESULT or one of the others above
     GATED: Any = True  # whether DOTS_AND_WRITES has writes
+    BLOCK: Any = 0  # the block of columns of dhv whose sums DOTS_AND_WRITES has
 
 
 @gluon.jit
@@ -68,11 +67,10 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
 
     Args:
         results: What the consumers leave, (STAGES, parts L), float32 in shared memory; the parts are to be added up.
-        out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E
-            or dv . E, (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (B, T, H).
+        out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or dv . E,
+            (programs of a head, B, T, H); with DOTS_AND_WRITES a pair, do . E and Z . E, (blocks, B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
-            with SUMS_OF_WRITES, SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs, (programs, H, tiles,
-            PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
+            with SUMS_OF_READERS and DOTS_AND_WRITES the output for sums of pairs, (programs, H, tiles, PAIR_SUMS, L).
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
@@ -139,8 +137,7 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     L: gl.constexpr = r.shape[0]
     b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
     tiles = (steps + L - 1) // L
-    two_sums: gl.constexpr = config.RESULT == DOTS_WITH_E
-    parts: gl.constexpr = result.shape[0] // L // (2 if two_sums else 1)
+    parts: gl.constexpr = result.shape[0] // L
     if config.RESULT == SUMS_OF_READERS:
         x = add_parts(result, 0, READ_PARTS, r)  # (L)
     else:
@@ -150,27 +147,25 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         t = tile * L + r
         first = r * 0 + gl.program_id(1) == 0  # each program of a head has all of d: one of them stores it
         gl.store(out + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
-    elif config.RESULT == DOTS_WITH_E or config.RESULT == DV_DOTS:
+    elif config.RESULT == DV_DOTS:
         t = tile * L + r
         tokens = T if params.schedule is not None else params.num_work_tiles // H * T  # of all batch rows
         at = (gl.program_id(1) * tokens + b.to(gl.int64) * T + start + t) * H + h
         gl.store(out + at, x, mask=t < steps)
-        if config.RESULT == DOTS_WITH_E:
-            gl.store(gate_vectors + at, add_parts(result, parts, parts, r), mask=t < steps)
     elif config.RESULT == DOTS_AND_WRITES:
         t = tile * L + r
-        at = (b.to(gl.int64) * T + start + t) * H + h
+        tokens = T if params.schedule is not None else params.num_work_tiles // H * T  # of all batch rows
+        at = (b.to(gl.int64) * T + config.BLOCK * tokens + start + t) * H + h
         do_e, dbeta = out
         gl.store(dbeta + at, x, mask=t < steps)
         gl.store(do_e + at, add_parts(result, DOT_PARTS + WRITE_PARTS, 1, r), mask=t < steps)
         if config.GATED:
-            of_tile = gate_vectors + (h.to(gl.int64) * tiles_per_head + first_tile + tile) * (PAIR_SUMS * L)
+            row = (config.BLOCK * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
+            of_tile = gate_vectors + row * (PAIR_SUMS * L)
             gl.store(of_tile + OTHER_TILES * L + r, add_parts(result, DOT_PARTS, WRITE_PARTS, r))
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
-        if config.RESULT == SUMS_OF_WRITES:
-            gl.store(gate_vectors + row * (PAIR_SUMS * L) + OTHER_TILES * L + r, x)
-        elif config.RESULT == SUMS_OF_READERS:
+        if config.RESULT == SUMS_OF_READERS:
             of_tile = gate_vectors + row * (PAIR_SUMS * L)
             gl.store(out + row * L + r, x)
             gl.store(of_tile + ROW_SUM * L + r, add_parts(result, READ_PARTS, ROW_PARTS, r))

@@ -164,7 +164,6 @@ class ForwardKernels(NamedTuple):
     solve: Solve  # of X
     h: Callable[[DeltaContext, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
     by_channel: ChooseByChannel
-    stores_X: bool = True  # for the backward, which else solves for it again; with one gate a step
 
 
 def by_triton(ctx: channel_rule.ChannelContext) -> channel_rule.ChannelKernels:
@@ -191,7 +190,7 @@ def forward(ctx: DeltaContext, kernels: ForwardKernels) -> DeltaOutputs:
         h,
         none if final is None else final,
         none if E is None else E,
-        X if spec.save and kernels.stores_X else none,
+        X if spec.save else none,
         chunk_C,
     )
 
@@ -223,7 +222,6 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     ctx = replace(ctx, base=base)
     gates = ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
-    X = stored_or_solved(ctx, gates, X, delta_kernels.launch_solve)
     dbeta, do_e = delta_kernels.launch_dv(ctx, gates, X, E, dh, dv, dC, dC0)
     programs = ceil_div(base.K, ctx.config.dq_dk.split)
     reads = base.new(2 * programs, base.H, base.tiles, 1, base.L)
@@ -264,22 +262,16 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     return DeltaGrads(*(none if t is None else t for t in found))
 
 
-def stored_or_solved(ctx: DeltaContext, gates: Tensor, X: Tensor, solve: Solve) -> Tensor:
-    """Return X, (B, T, H, L): what a forward stored, or where that is (0,) what `solve` finds again."""
-    return X if X.numel() else solve(ctx, gates)
-
-
-def initial_cotangent(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, solve: Solve) -> Tensor:
+def initial_cotangent(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor) -> Tensor:
     """Launch the scan of the backward that makes the cotangents of the initial states, (N, H, dqk, dhv), from dh alone.
 
-    The arguments are those of :func:`backward`, and what solves for X where the forward has not stored it.
+    The arguments are those of :func:`backward`.
     """
     x, base = ctx.x, ctx.base
     dh, dv = results.dense_rows(base, dh), base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V)
     ctx = replace(ctx, base=sequences.bound(base))
-    gates = ctx.gates()
-    delta_kernels.launch_dv(ctx, gates, stored_or_solved(ctx, gates, X, solve), E, dh, dv, None, dC0)
+    delta_kernels.launch_dv(ctx, ctx.gates(), X, E, dh, dv, None, dC0)
     return dC0
 
 
@@ -452,13 +444,10 @@ def run_backward(
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 
 
-def run_initial_cotangent(
-    x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec,
-    solve: Solve = delta_kernels.launch_solve,
-) -> Tensor:  # fmt: skip
+def run_initial_cotangent(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
     """Record or replay the launches of :func:`initial_cotangent`, for calls without the kernels of `channel_rule`."""
     given = *x, out.E, out.X, dh
-    signature = call_signature(("initial cotangent", solve), x, spec, *given[len(x) :])
+    signature = call_signature("initial cotangent", x, spec, *given[len(x) :])
     recorded = recorded_launches(signature)
     if recorded is not None:
         (dC0,) = recorded(given)
@@ -469,6 +458,6 @@ def run_initial_cotangent(
         base, beta = launch_context(recorder, inputs, spec)
         read: Any = recorder.given[len(x) :]
         E, X, cotangent = read
-        found = initial_cotangent(context(base, inputs, spec, beta), E, X, cotangent, solve)
+        found = initial_cotangent(context(base, inputs, spec, beta), E, X, cotangent)
         recorder.results = (found,)
     return found
