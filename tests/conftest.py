@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -35,6 +36,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(31)
     if "torch._dynamo" in sys.modules:  # it compiles a function at most eight times
         torch.compiler.reset()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    """Let Triton's interpreter, where it is on, take less time."""
+    if not INTERPRETED or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from quick_interpreter import use_quick_interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_quick_interpreter(patch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
