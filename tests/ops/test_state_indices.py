@@ -378,6 +378,17 @@ def test_a_prefill_that_raises_writes_nothing(kernels: Stepper, form: str) -> No
     assert same(own, pool)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["gdn", "kda"])
+def test_a_pool_whose_rows_share_memory(kernels: Stepper, form: str) -> None:
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+    wide, indices = pool.C[:1].expand(pool.C.shape), torch.tensor(INDICES, device=kernels.device)
+    found, expected = (
+        call(pool._replace(C=C), state_indices=indices, backend=kernels.backend) for C in (wide, wide.contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("form", ["exp", "gdn", "gla"])
 def test_wrong_indices_of_a_prefill(form: str) -> None:
     call, pool = prefill(form, "cpu")

@@ -64,7 +64,7 @@ def forward_kernels() -> ForwardKernels:
 class HopperDelta(TritonDelta):
     """The backend of :mod:`.delta_h`, :mod:`.delta_backward` and the kernels for gates by channel.
 
-    A forward stores what Triton's does, but X only with gates by channel, in segments or with dhv above 128.
+    A forward stores what Triton's does.
     """
 
     name = "hopper"

@@ -345,7 +345,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     L: gl.constexpr = config.L
     ids = delta_tiles.fragment_ids(half, config, config.BLOCK * COLUMNS)
     pipe_state = pipeline.PipelineState(0, 0, 0)
-    # (17) and (19) of the first tile, which no earlier tile has done
+    # (16) and (19) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[delta_tiles.issue_scores(shared, 0, half, config)])
     weights = delta_tiles.load_scaled_decays(gmem, shared, 0, half, config)

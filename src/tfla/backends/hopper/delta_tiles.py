@@ -304,7 +304,7 @@ def kernel_scalars(ctx: "DeltaContext") -> tuple[Any, ...]:
 
 
 def descriptors_for_dv(ctx: "DeltaContext", dh: Tensor, E: Tensor, X: Tensor, dv: Tensor) -> tuple[Any, ...]:
-    """Return the TMA descriptors of q, k, dh, E, X and dv, with which the kernels for dv begin."""
+    """Return the TMA descriptors with which `delta_dv_dk_kernel` begins: of q, k, dh, E, X and dv."""
     base, rows, half = ctx.base, ROWS.value, COLUMNS.value // 2
     operands = (ctx.x.q, rows), (ctx.x.k, rows), (dh, half), (E, half), (X, base.L), (dv, half)
     return tuple(host.descriptor(base, x, width) for x, width in operands)

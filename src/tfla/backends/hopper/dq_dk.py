@@ -341,11 +341,8 @@ def load_gate_matrix(shared, s, half: gl.constexpr, config):
     layout: gl.constexpr = mma.accumulator_layout(L // 2)
     D = mma.load_gate_matrix(shared.g.index(s), L, half, layout)
     if config.READER != NO_READER:
-        write = shared.delta.index(s)
-        if config.REVERSE:
-            D *= gl.expand_dims(write.load(gl.SliceLayout(1, layout)), 1)
-        else:
-            D *= gl.expand_dims(write.slice(half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout)), 0)
+        write = shared.delta.index(s).slice(half * (L // 2), L // 2, 0)
+        D *= gl.expand_dims(write.load(gl.SliceLayout(0, layout)), 0)
     return D
 
 
@@ -356,7 +353,7 @@ def store_scores(S, D, R, shared, s, n, ids, half: gl.constexpr, config):
     Args:
         S: z y^T, (L, L / 2).
         D: The gate matrix, (L, L / 2).
-        R: w x^T, (L, L / 2), read with SUMS_OF_READERS.
+        R: What `issue_read_products` has started, q x^T or k x^T, (L, L / 2), read with SUMS_OF_READERS.
         shared: Shared memory.
         s: Stage of the tile.
         n: Number of the tile.

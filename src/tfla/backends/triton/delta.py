@@ -213,8 +213,9 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     dk = base.new(*shape, dtype=torch.float32 if apart else x.q.dtype)
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    # The last scan adds what the others have left in dk and dr and stores the sum: over one of both, or to another
-    # tensor where a launch must not read and write a tensor by two of its parameters.
+    # The last scan adds what the others have left, dk and without a read key dr, and stores the sum: over dk, or over
+    # dr where dk is in float32. It stores to another tensor where dr is a result itself, or where a launch must not
+    # read and write a tensor by two of its parameters.
     total = dk if not apart else dr
     if base.recorder.one_pointer_each or (apart and x.read_key is not None):
         total = base.new(*shape, dtype=x.q.dtype)

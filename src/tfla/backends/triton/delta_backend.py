@@ -115,7 +115,9 @@ class TritonDelta(DeltaBackend):
         C = x.C
         if spec.kernel == BY_SEGMENTS or x.cu_seqlens is None or C is None or not (len(rows) and x.v.numel()):
             return None
-        if C.dtype != torch.float32 or not (C.numel() and C[0].is_contiguous()) or C.stride(0) % C[0].numel():
+        if C.dtype != torch.float32 or not (C.numel() and C[0].is_contiguous()):
+            return None
+        if not C.stride(0) or C.stride(0) % C[0].numel():  # rows that share memory have no places of their own
             return None
         return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous()).h
 

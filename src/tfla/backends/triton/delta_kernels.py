@@ -377,7 +377,7 @@ def delta_dq_dk_scan(
         X, W: x, and the operand w of the sums, (B, T, H / GROUP, DK).
         Y, Z: y and z, (B, T, H, DV).
         Out: the output, (B, T, H, DK).
-        Add0, Add1: tensors like Out; the first NUM_ADDED of them are added to it.
+        Add0, Add1: tensors of the shape and strides of Out, of any float dtype; NUM_ADDED of them are added to it.
         beta: (B, T, H), any float dtype.
         do_e: do . E, (B, T, H) float32, read with SAME_STEP.
         gates: the gate vectors, (H, tiles, VECTORS, L) float32, read with GATED.
@@ -621,7 +621,7 @@ def launch_dq_dk(
         initial: The states that scans start from, (N, H, dqk, dhv), or None for zeros.
         checkpoints: Output for the states at checkpoints, (checkpoints, H, dqk, dhv), or None.
         final: Output for the states after the scans, times the factor, (N, H, dqk, dhv), or None.
-        add: At most two tensors like `out` that are added to it.
+        add: At most two tensors of the shape of `out`, of any float dtype, that are added to it.
     """
     base, tiles = ctx.base, ctx.config.dq_dk
     added = (*add, out, out)[:2]

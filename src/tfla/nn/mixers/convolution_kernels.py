@@ -109,9 +109,8 @@ def convolve_backward(
     sums = SIZE if Bias is None else SIZE + 1
     Sums += number.to(tl.int64) * sums * C + channel
     dx = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for j in tl.static_range(
-        SIZE - 1, -1, -1
-    ):  # the stores come last, so that the compiler joins equal loads before them
+    # j = 0, which stores sums, is the last one, so that the compiler joins equal loads of all j before the stores.
+    for j in tl.static_range(SIZE - 1, -1, -1):
         first = None
         if First is not None:
             first = load_first(First + b * first_sequence, first_token, token + j, T)
@@ -129,7 +128,7 @@ def convolve_backward(
                 x = load_rows(X, x_token, token - i, -BEFORE, T, channel, C)
                 if First is not None:
                     x = tl.where((token - i >= first)[:, None], x, 0.0)
-                # A choice between product and sum: joined to an FMA they would give each thread another sum.
+                # `where` stands between product and sum: joined to FMAs, they would round differently by thread.
                 tl.store(Sums + (SIZE - 1 - i) * C, tl.sum(tl.where(inside, dp * x, 0.0), 0), channel < C)
             if Bias is not None:
                 tl.store(Sums + SIZE * C, tl.sum(dp, 0), channel < C)

@@ -89,7 +89,7 @@ class _FusedConvolution(torch.autograd.Function):
         )  # fmt: skip
         total = sums.sum(0)
         db = None if bias is None else total[size].to(bias.dtype)
-        return dx, total[:size].T.to(weight.dtype, memory_format=torch.contiguous_format), db, None, None
+        return dx, total[:size].T.contiguous().to(weight.dtype), db, None, None
 
 
 def _differentiable_gradients(
@@ -122,7 +122,7 @@ def _launch(kernel: str, rows: int, x: Tensor, *operands: Any, **constants: int)
     if not tiles:
         return
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        getattr(_kernels(), kernel)[(tiles,)](*operands, **constants, **TILE)
+        getattr(_kernels(), kernel)[(tiles,)](*operands, **constants, **TILE, enable_fp_fusion=True)
 
 
 def _kernels() -> ModuleType:

@@ -106,9 +106,17 @@ def _host_waits(x: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
+def _on_host(numbers: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return numbers on the CPU."""
+    return torch.tensor(numbers)
+
+
 def _on_device(device: torch.device, numbers: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return numbers on a device; they are copied there once, and the host does not wait for it."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
+    """Return numbers on a device, without a wait of the host.
+
+    Each call copies them: a copy that is kept would belong to the stream and the memory pool of the call that made it.
+    """
+    return _on_host(numbers).to(device, non_blocking=True)
 
 
 def _compare_on_device(own: list[int], placement: Placement, group: str, device: torch.device, equal: bool) -> None:
@@ -152,7 +160,8 @@ def tell_refusal(
         owe_error()
         return
     try:
-        check_parts(placement, group, given[0], cu_seqlens, refused=True)
+        first = next((x for x in given if x.device.type != "cpu"), given[0])  # of a device that the group serves
+        check_parts(placement, group, first, cu_seqlens, refused=True)
     except RuntimeError:  # of a device that the group does not know; the own error says more
         owe_error()
 

@@ -27,7 +27,9 @@ from tfla.backends.gpu.runtime import constant
 PATIENCE = 1.0  # seconds between two looks at the store
 _KEY = "tfla/context_parallel/{}"  # of the errors of a process, by its rank among all
 
-_owed = 0  # the errors of this process, not known to be those of all, that no other process has raised for
+# How many errors this process has raised that, as far as it knows, neither all processes have raised nor another one
+# has raised for.
+_owed = 0
 
 
 @constant  # so that a call that is traced counts too
@@ -69,7 +71,7 @@ def _completed(work: dist.Work, on_cpu: bool) -> bool:
 
 
 class RefusedError(Exception):
-    """The error that other processes have raised one of which this process does not know; `ranks` are their ranks."""
+    """Other processes, whose ranks are `ranks`, have raised an error in a call for which this process waits."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(ranks)
