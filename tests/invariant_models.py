@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.config import without_unused
 
 SMALL: dict[str, Any] = {
     "d_model": 48, "num_blocks": 2, "num_heads": 3, "vocab_size": 29, "mamba_head_dim": 16, "mamba_state_dim": 8,
@@ -32,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def build(case: str, dtype: torch.dtype = torch.float32, **fields: Any) -> LanguageModel:
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(**without_unused(SMALL | CASES[case] | fields)))
+    model = LanguageModel(ModelConfig(**SMALL | CASES[case] | fields))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tfla.integrations.transformers import TflaConfig, TflaForCausalLM
-from tfla.nn.config import without_unused
 
 SIZES: dict[str, Any] = {
     "d_model": 32, "num_heads": 2, "num_blocks": 4, "vocab_size": 61, "mamba_head_dim": 16, "mamba_state_dim": 16,
@@ -23,7 +22,7 @@ MIXTURES = [
 def make(layers: tuple[str, ...] = MIXTURES[0], dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
     """Return a model whose gates and norms are random too, in eval mode."""
     torch.manual_seed(0)
-    model = TflaForCausalLM(TflaConfig(**without_unused(SIZES | {"layers": layers} | fields))).to(dtype).eval()
+    model = TflaForCausalLM(TflaConfig(**SIZES | {"layers": layers} | fields)).to(dtype).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "gate.weight" in name or "norm" in name:

@@ -334,11 +334,12 @@ def test_gpus_exchange_at_the_first_call_and_the_first_with_parts_that_must_fit(
     """A meta tensor stands for one on a GPU, and another process that tells the same as this one."""
     gathers: list[bool] = []
 
-    def exchange_numbers(own: list[int], device: torch.device, group: str, size: int) -> list[list[int]]:
-        gathers.append(device.type == "meta")
-        return [own] * size
+    def gather(numbers: Tensor, group: str, size: int) -> Tensor:
+        gathers.append(numbers.is_meta)
+        same = [0, 6, parts._layout(placement), *parts._fingerprint(offsets)]
+        return torch.tensor([[same]] * size)
 
-    monkeypatch.setattr(parts, "exchange_numbers", exchange_numbers)
+    monkeypatch.setattr(parts, "gather", gather)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     placement, x = Placement(0, 2, "contiguous", ()), torch.empty(1, 6, 2, 4, device="meta")
     for offsets, exchanges in ((None, 1), (None, 1), (torch.tensor([0, 12]), 2), (torch.tensor([0, 12]), 2), (None, 2)):

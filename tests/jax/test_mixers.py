@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 import tfla.nn
 from tfla.jax.nn import KeyValues, LanguageModel, MixerState
 from tfla.nn import ModelConfig
-from tfla.nn.config import without_unused
 
 B, T = 2, 24
 CASES: dict[str, dict[str, Any]] = {
@@ -42,7 +41,7 @@ def models(folder: Path, **fields: Any) -> tuple[tfla.nn.LanguageModel, Language
         "d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 50, "ffn_multiple": 16, "mamba_head_dim": 16,
         "mamba_state_dim": 8, "negative_eigenvalues": True, "chunk_size": 8,
     }  # fmt: skip
-    ours = tfla.nn.LanguageModel(ModelConfig(**without_unused(small | fields))).double()
+    ours = tfla.nn.LanguageModel(ModelConfig(**small | fields)).double()
     with torch.no_grad():
         for name, p in ours.named_parameters():
             if "norm" in name or name.endswith((".D", "up.bias", "sinks.logits")):

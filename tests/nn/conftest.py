@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.config import without_unused
 
 MIXERS = ["mlstm_exp", "mlstm_sig", "attention"]
 TINY: dict[str, Any] = {"d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 23}
@@ -28,7 +27,7 @@ def check_close(a: Tensor, b: Tensor) -> None:
 
 def build(mixer: str = "mlstm_exp", dtype: torch.dtype = torch.float64, seed: int = 0, **fields: Any) -> LanguageModel:
     torch.manual_seed(seed)
-    config = ModelConfig(**without_unused({"input_gate_bias": -1.0, "mixer": mixer} | TINY | fields))
+    config = ModelConfig(mixer=mixer, **TINY | {"input_gate_bias": -1.0} | fields)
     model = LanguageModel(config)
     with torch.no_grad():
         for p in model.parameters():

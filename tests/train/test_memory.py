@@ -27,10 +27,8 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**{"d_model": 128, "num_blocks": 3, "num_heads": 2, "vocab_size": 257, **changes})
 
 
-@pytest.mark.parametrize(
-    ("mixer", "trainable"),
-    [("mlstm_exp", True), ("mlstm_exp", False), ("mlstm_sig", True), ("mlstm_sig", False), ("attention", True)],
-)
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig", "attention"])
+@pytest.mark.parametrize("trainable", [True, False])
 def test_parameters_gradients_and_moments_are_exact(mixer, trainable):
     found = config(mixer=mixer, input_gate_trainable=trainable)
     model = LanguageModel(found)

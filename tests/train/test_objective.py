@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.config import without_unused
 from tfla.train.data import Tokens
 from tfla.train.evaluation import document_cu_seqlens, evaluate, token_losses
 from tfla.train.ranks import StepsPart
@@ -24,8 +23,7 @@ def model(mixer: str, dtype: torch.dtype, backend: str | None = None) -> Languag
     """Return a model whose logits depend on its gates and its memory."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "num_blocks": 2, "num_heads": 2, "vocab_size": 10}
-    own = {"mixer": mixer, "input_gate_bias": 0, "backend": backend}
-    net = LanguageModel(ModelConfig(**without_unused(sizes | own)))
+    net = LanguageModel(ModelConfig(**sizes, mixer=mixer, input_gate_bias=0, backend=backend))
     with torch.no_grad():
         for p in net.parameters():
             p.add_(0.2 * torch.randn_like(p))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tfla.measure.problem import Problem, Work
 from tfla.nn import KeyValues, ModelConfig
-from tfla.nn.config import without_unused
 from tfla.nn.decode import captured
 from tfla.nn.layers import SequenceMixer
 from tfla.nn.mixers import MIXERS
@@ -31,9 +30,9 @@ WIDTH = 2048
 
 
 def config_of(mixer: str, **fields: Any) -> ModelConfig:
-    """Return the config of a model of one block, with other values of those of the fields that its mixer has."""
+    """Return the config of a model of one block, with other values of its fields where they are given."""
     given: dict[str, Any] = {"d_model": WIDTH, "num_blocks": 1, "vocab_size": 1, "mixer": mixer}
-    return ModelConfig(**without_unused(given | HEADS[mixer] | fields))
+    return ModelConfig(**given | HEADS[mixer] | fields)
 
 
 def build(problem: Problem, mixer: str, **fields: Any) -> tuple[SequenceMixer, ModelConfig]:
@@ -53,7 +52,7 @@ def layer(problem: Problem, mixer: str, **fields: Any) -> Work:
     Args:
         problem: its B, T, dtype and device.
         mixer: a key of HEADS.
-        fields: values of other fields of the config; options that the mixer does not have are left out.
+        fields: values of other fields of the config.
     """
     built, config = build(problem, mixer, **fields)
     x, weights = problem.randn(problem.B, problem.T, config.d_model), list(built.parameters())

@@ -39,33 +39,12 @@ PAPER_WIDTHS: dict[str, tuple[float, float]] = {
     "kda": (1.0, 1.0),
 }
 
-_MLSTM = ("mlstm_exp", "mlstm_sig")
-_CONVOLVED = ("mamba2", "delta_net", "gated_delta_net", "kda")
-_RECURRENT = tuple(name for name in get_args(Mixer) if name != "attention")
-# The options that only some mixers have.
-MIXERS_WITH: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "qk_factor", "gate_soft_cap", "head_norm", "input_gate_bias", "input_gate_trainable", "forget_gate_bias",
-        ),
-        _MLSTM,
-    ),
-    **dict.fromkeys(("key_width", "value_width"), tuple(PAPER_WIDTHS)),
-    "conv_size": _CONVOLVED,
-    "negative_eigenvalues": _CONVOLVED[1:],
-    **dict.fromkeys(("mamba_expand", "mamba_head_dim", "mamba_state_dim"), ("mamba2",)),
-    **dict.fromkeys(("num_kv_heads", "window", "attention_sinks", "rope_base"), ("attention",)),
-    **dict.fromkeys(("head_norm_eps", "chunk_size", "backend"), _RECURRENT),
-}  # fmt: skip
-
 MAX_SIZE = 2**31 - 1  # the largest size; products of two sizes fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture of a :class:`LanguageModel`; the defaults are the paper's (appendix E.2).
-
-    An option that none of the mixers has keeps its default; another value of it is an error.
 
     Attributes:
         d_model: width of the residual stream.
@@ -109,8 +88,7 @@ class ModelConfig:
             last bit. It takes time, see docs/numerics.md.
 
     Raises:
-        ValueError: a field is out of range, or none of the mixers has that option; the message names the field, what
-            was given and what is allowed.
+        ValueError: a field is out of range; the message names it, what was given and what is allowed.
     """
 
     d_model: int
@@ -152,11 +130,6 @@ class ModelConfig:
         self._check_fields()
         for mixer in self.mixer_counts:
             self._check_mixer(mixer)
-        defaults = self._unused_defaults()
-        for field in defaults:
-            mixers, given, default = set(self._pattern), getattr(self, field), defaults[field]
-            chosen, having = (", ".join(map(repr, sorted(names))) for names in (mixers, MIXERS_WITH[field]))
-            _require(given == default, field, given, f"{default!r} with {chosen}: only for {having}")
 
     def _check_fields(self) -> None:
         """Raise ValueError where a field is out of range."""
@@ -277,17 +250,11 @@ class ModelConfig:
         """The mixers that are repeated over the blocks."""
         return (self.mixer,) if self.layers is None else self.layers
 
-    def _unused_defaults(self) -> dict[str, Any]:
-        """Return the defaults of the options that none of the mixers has."""
-        used = without_unused({**MIXERS_WITH, "layers": self._pattern})
-        return {f.name: f.default for f in dataclasses.fields(self) if f.name in MIXERS_WITH.keys() - used.keys()}
-
     def for_block(self, index: int) -> ModelConfig:
-        """Return the config of block ``index``: its mixer as ``mixer``, the options of it, and no ``layers``."""
+        """Return the same config with the mixer of block ``index`` as ``mixer``, and no ``layers``."""
         if self.layers is None:
             return self
-        own = {"mixer": self.layers[index % len(self.layers)], "layers": None}
-        return ModelConfig(**without_unused(vars(self) | own))
+        return dataclasses.replace(self, mixer=self.layers[index % len(self.layers)], layers=None)
 
     @property
     def head_dim(self) -> int:
@@ -360,12 +327,6 @@ class ModelConfig:
         """Return all fields as values that JSON can hold."""
         layers = None if self.layers is None else list(self.layers)
         return dataclasses.asdict(self) | {"forget_gate_bias": list(self.forget_gate_bias), "layers": layers}
-
-
-def without_unused(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a config without the options that none of its mixers has."""
-    chosen = set(fields.get("layers") or (fields.get("mixer", "mlstm_exp"),))
-    return {name: value for name, value in fields.items() if name not in MIXERS_WITH or chosen & {*MIXERS_WITH[name]}}
 
 
 def check_config(config: object, *mixers: str) -> None:

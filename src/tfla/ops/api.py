@@ -13,9 +13,8 @@ from tfla.ops.checks import check_flags, check_input_gate, check_scale, is_empty
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
-from tfla.ops.refused import refuse_early
 from tfla.ops.state import State
-from tfla.ops.state_pool import BOTH, attend_by_index
+from tfla.ops.state_pool import attend_by_index
 from tfla.ops.states_every import with_states_every
 from tfla.ops.transforms import PLAIN, is_distributed
 
@@ -28,24 +27,12 @@ def _attend_on_processes(request: Request, context_parallel: Group | None) -> Te
     if is_distributed(request.q):
         from tfla.ops import sharded
 
-        return sharded.attend(
-            request,
-            lambda local: _attend_on_processes(local, context_parallel),
-            lambda error: _refuse(error, request, context_parallel),
-        )
+        return sharded.attend(request, lambda local: _attend_on_processes(local, context_parallel))
     if context_parallel is None or is_empty_batch(request.q, request.lengths):
         return attend(*plan(request))
     from tfla.ops.context_parallel.call import attend_part
 
     return attend_part(request, context_parallel)
-
-
-def _refuse(error: Exception, request: Request, context_parallel: Group | None) -> Tensor | tuple[Tensor, State]:
-    """Raise an error of a call, see :func:`.refused.refuse_early`."""
-    found: Tensor | tuple[Tensor, State] = refuse_early(
-        error, context_parallel, request[:5], request.lengths, request.return_state, request.normalize
-    )
-    return found
 
 
 def _attend(
@@ -54,7 +41,7 @@ def _attend(
     """Compute a call: on one process or several, with states of its own or with rows of a pool."""
     if state_indices is not None:
         if context_parallel is not None:
-            return _refuse(ValueError(BOTH), request, context_parallel)
+            raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
         return attend_by_index(request, state_indices, request.lengths, lambda own: attend(*plan(own)))
     if context_parallel is not None or type(request.q) not in PLAIN:
         return _attend_on_processes(request, context_parallel)
@@ -220,15 +207,10 @@ def mlstm(
             state_indices=state_indices, input_gate=input_gate, chunk_size=chunk_size, scale=scale, backend=backend,
             kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
         )  # fmt: skip
-    try:
-        check_input_gate(input_gate)
-        factor = check_scale(scale)
-    except (TypeError, ValueError) as error:
-        normalize = input_gate == "exp"
-        return refuse_early(error, context_parallel, (q, k, v, i, f), cu_seqlens, return_state, normalize)
+    check_input_gate(input_gate)
     request = Request(
         q=q, k=k, v=v, i=i, f=f, state=initial_state, lengths=cu_seqlens, gates=input_gate,
-        normalize=input_gate == "exp", return_state=return_state, scale=factor, backend=backend,
+        normalize=input_gate == "exp", return_state=return_state, scale=check_scale(scale), backend=backend,
         chunk_size=chunk_size, kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     return _attend(request, context_parallel, state_indices)
@@ -336,21 +318,15 @@ def linear_attention(
             chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel, normalizer_grad=normalizer_grad,
             store_dtype=store_dtype,
         )  # fmt: skip
-    try:
-        factor = check_scale(scale)
-        if has_channel_gates(log_f):
-            check_flags(normalizer_grad=normalizer_grad)
-            channel_gates.check_options(normalize, store_dtype)
-    except (TypeError, ValueError) as error:
-        return refuse_early(error, context_parallel, (q, k, v, log_i, log_f), cu_seqlens, return_state)
     if has_channel_gates(log_f):
+        check_flags(normalizer_grad=normalizer_grad)
         return channel_gates.linear_attention(
-            q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, factor,
+            q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, check_scale(scale),
             backend, kernel, store_dtype, context_parallel, state_indices,
         )  # fmt: skip
     request = Request(
         q=q, k=k, v=v, i=log_i, f=log_f, state=initial_state, lengths=cu_seqlens, gates="log", normalize=normalize,
-        return_state=return_state, scale=factor, backend=backend, chunk_size=chunk_size, kernel=kernel,
+        return_state=return_state, scale=check_scale(scale), backend=backend, chunk_size=chunk_size, kernel=kernel,
         normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     return _attend(request, context_parallel, state_indices)

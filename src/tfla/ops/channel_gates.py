@@ -13,7 +13,6 @@ from tfla.ops.delta_operator import compute
 from tfla.ops.delta_step_dispatch import DeltaStepRequest
 from tfla.ops.delta_step_operators import compute as compute_steps
 from tfla.ops.gates import clamp
-from tfla.ops.refused import refuse_early
 from tfla.ops.state import State
 from tfla.ops.transforms import is_distributed
 
@@ -53,12 +52,8 @@ def linear_attention(
     kernel: str | None, store_dtype: torch.dtype | None, context_parallel: Group | None,
     state_indices: Tensor | None,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
-    """Compute :func:`tfla.linear_attention` with log_f (B, T, H, dqk), after :func:`check_options`."""
-
-    def refuse(error: Exception) -> Any:
-        """Raise an error of the call, see :func:`.refused.refuse_early`."""
-        return refuse_early(error, context_parallel, (q, k, v, log_f, log_i), cu_seqlens, return_state)
-
+    """Compute :func:`tfla.linear_attention` with log_f (B, T, H, dqk)."""
+    check_options(normalize, store_dtype)
     if is_distributed(q):
         from tfla.ops import sharded
 
@@ -71,13 +66,9 @@ def linear_attention(
             )  # fmt: skip
 
         given = dict(zip((*PER_STEP, "cu_seqlens"), (q, k, v, log_f, log_i, cu_seqlens), strict=True))
-        return sharded.call_with_state(given, state, locally, refuse=refuse)
-    try:
-        beta = _write_strength(log_i, v)
-    except (TypeError, ValueError) as error:
-        return refuse(error)
+        return sharded.call_with_state(given, state, locally)
     request = DeltaRequest(
-        q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=None, A_log=None, dt_bias=None,
+        q=q, k=k, v=v, beta=_write_strength(log_i, v), log_f=log_f, read_key=None, A_log=None, dt_bias=None,
         state=state, cu_seqlens=cu_seqlens, correct=False, read_before_decay=False, normalize_qk=False,
         beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state, scale=scale,
         chunk_size=chunk_size, backend=backend, kernel=kernel,

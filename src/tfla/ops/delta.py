@@ -10,7 +10,6 @@ from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.ops import checks
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
-from tfla.ops.refused import refuse_early
 from tfla.ops.state import State
 from tfla.ops.states_every import with_states_every
 
@@ -188,16 +187,11 @@ def delta_rule(
             dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, chunk_size=chunk_size, backend=backend,
             kernel=kernel,
         )  # fmt: skip
-    try:
-        factor = checks.check_scale(scale)
-    except (TypeError, ValueError) as error:
-        tensors = (q, k, v, beta, log_f, read_key, A_log, dt_bias)
-        return refuse_early(error, context_parallel, tensors, cu_seqlens, return_state)
     request = DeltaRequest(
         q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=A_log, dt_bias=dt_bias, state=initial_state,
         cu_seqlens=cu_seqlens, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
         beta_activation=beta_activation, gate_activation=gate_activation, lower_bound=lower_bound,
-        return_state=return_state, scale=factor, chunk_size=chunk_size, backend=backend,
+        return_state=return_state, scale=checks.check_scale(scale), chunk_size=chunk_size, backend=backend,
         kernel=kernel,
     )  # fmt: skip
     return compute(request, context_parallel, state_indices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from tfla.ops import delta_differentiable, flops
 from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import is_empty_batch
 from tfla.ops.delta_dispatch import DeltaRequest, plan, plan_before_activations, planned_inputs
-from tfla.ops.refused import refuse_early
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
-from tfla.ops.state_pool import BOTH, attend_by_index
+from tfla.ops.state_pool import attend_by_index
 from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
@@ -104,14 +103,9 @@ def compute(
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-
-    def refuse(error: Exception) -> Any:
-        """Raise an error of the call, see :func:`.refused.refuse_early`."""
-        return refuse_early(error, context_parallel, request[:8], request.cu_seqlens, request.return_state)
-
     if state_indices is not None:
         if context_parallel is not None:
-            return refuse(ValueError(BOTH))
+            raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
         return attend_by_index(
             request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)), in_kernels=_by_rows
         )
@@ -120,10 +114,7 @@ def compute(
 
         given = {name: getattr(request, name) for name in (*request._fields[:8], "cu_seqlens")}
         return sharded.call_with_state(
-            given,
-            request.state,
-            lambda local, state: compute(request._replace(**local, state=state), context_parallel),
-            refuse=refuse,
+            given, request.state, lambda local, state: compute(request._replace(**local, state=state), context_parallel)
         )
     if context_parallel is None or is_empty_batch(request.q, request.cu_seqlens):
         return delta(*plan(request))

@@ -17,7 +17,6 @@ from tfla.ops.delta import delta_rule
 from tfla.ops.delta_checks import check_gates_shape
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
-from tfla.ops.refused import refuse_early
 from tfla.ops.state import State
 from tfla.ops.states_every import check_states_every, with_states_every
 from tfla.ops.transforms import is_distributed
@@ -365,17 +364,17 @@ def _compute(
         ``states_every`` the states between.
     """
 
-    def prepare() -> tuple[Writes, Tensor | None, float | None]:
-        """Return the writes, their offsets and the scale, after the checks."""
-        steps, factor = find(*given, writes), checks.check_scale(scale)
+    def prepare() -> tuple[Writes, Tensor | None]:
+        """Return the writes and their offsets, after the checks."""
+        steps = find(*given, writes)
         if cu_seqlens is None:
-            return steps, None, factor
+            return steps, None
         check = checks.check_cu_seqlens if context_parallel is None else checks.check_offsets
         check(cu_seqlens, steps.q[:, ::writes])
-        return steps, cu_seqlens * writes, factor
+        return steps, cu_seqlens * writes
 
     try:
-        steps, offsets, factor = prepare()
+        steps, offsets = prepare()
     except Exception as error:
         if context_parallel is None:
             raise
@@ -396,7 +395,7 @@ def _compute(
             **steps._asdict(), A_log=None, dt_bias=None, state=initial_state, cu_seqlens=offsets, correct=True,
             read_before_decay=read_before_decay, normalize_qk=normalize_qk,
             beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state,
-            scale=factor, **options,
+            scale=checks.check_scale(scale), **options,
         )  # fmt: skip
         found = compute(request, context_parallel, state_indices, writes)
     if isinstance(found, Tensor):
@@ -416,15 +415,7 @@ def _on_local_tensors(
     """Compute a call of an operator of this module on the local tensors of DTensors."""
     from tfla.ops import sharded
 
-    def refuse(error: Exception) -> Any:
-        """Raise an error of the call, see :func:`.refused.refuse_early`."""
-        context_parallel, return_state = options["context_parallel"], options["return_state"]
-        return refuse_early(error, context_parallel, tuple(given.values()), given["cu_seqlens"], return_state)
-
-    try:
-        sharded.check_no_indices(state_indices)
-    except TypeError as error:
-        return refuse(error)
+    sharded.check_no_indices(state_indices)
     return sharded.call_with_state(
-        given, initial_state, lambda local, state: operator(**local, initial_state=state, **options), refuse=refuse
+        given, initial_state, lambda local, state: operator(**local, initial_state=state, **options)
     )

@@ -118,10 +118,7 @@ def _local(x: DTensor, wanted: Sequence[str]) -> Tensor:
 
 
 def call_locally(
-    given: Mapping[str, Tensor | None],
-    time: bool,
-    run: Callable[[dict[str, Tensor | None]], Results],
-    refuse: Callable[[Exception], Results] | None = None,
+    given: Mapping[str, Tensor | None], time: bool, run: Callable[[dict[str, Tensor | None]], Results]
 ) -> Results:
     """Call an operator on local tensors.
 
@@ -129,7 +126,6 @@ def call_locally(
         given: the tensors of the call by name, those of a state as "state.C".
         time: whether they have the dimension T.
         run: the operator, from tensors by name to h, or to h and the state.
-        refuse: returns the results of a call whose placements are an error; None raises it.
 
     Returns:
         what ``run`` returns, as DTensors: h with the placements of v, and the state with the same shards.
@@ -139,30 +135,7 @@ def call_locally(
         ValueError: an argument has another mesh or a placement that would need communication, or heads are not divided
             evenly; the message names the argument, what was given and what is allowed.
     """
-    try:
-        local, wanted = _local_parts(given, dims_of(time))
-    except (TypeError, ValueError) as error:
-        if refuse is None:
-            raise
-        return refuse(error)
-    every, v, found = dims_of(time), given["v"], run(local)
-    assert isinstance(v, DTensor)
-    if isinstance(found, Tensor):
-        return _sharded(found, every["v"], wanted, v)
-    h, state = found
-    parts = (None if t is None else _sharded(t, every["state.C"], wanted, v) for t in state)
-    return _sharded(h, every["v"], wanted, v), State(*parts)  # type: ignore[arg-type]
-
-
-def _local_parts(
-    given: Mapping[str, Tensor | None], every: Mapping[str, Dims]
-) -> tuple[dict[str, Tensor | None], list[str]]:
-    """Return the local tensors of a call by name, and what v shards on each dimension of the mesh.
-
-    Raises:
-        TypeError, ValueError: as :func:`call_locally`.
-    """
-    v = given["v"]
+    every, v = dims_of(time), given["v"]
     for name, x in given.items():
         if x is not None and not isinstance(x, DTensor) and name not in PLAIN_TOO:
             raise TypeError(f"{name}: got {type(x).__name__}, expected a DTensor, as other arguments are")
@@ -180,7 +153,12 @@ def _local_parts(
         shared = name in KEYS and dims.heads is not None and x.shape[dims.heads] == 1
         _check(name, x, dims, per_head, v.device_mesh, shared)
         local[name] = _local(x, per_head)
-    return local, wanted
+    found = run(local)
+    if isinstance(found, Tensor):
+        return _sharded(found, every["v"], wanted, v)
+    h, state = found
+    parts = (None if t is None else _sharded(t, every["state.C"], wanted, v) for t in state)
+    return _sharded(h, every["v"], wanted, v), State(*parts)  # type: ignore[arg-type]
 
 
 def _shards(v: DTensor, dims: Dims) -> list[str]:
@@ -224,7 +202,6 @@ def call_with_state(
     *,
     time: bool = True,
     name: str = "initial_state",
-    refuse: Callable[[Exception], Results] | None = None,
 ) -> Results:
     """Call an operator on local tensors and on the local part of a state.
 
@@ -234,7 +211,6 @@ def call_with_state(
         run: the operator, from local tensors by name and the local state to h, or to h and the state.
         time: whether tensors have the dimension T.
         name: the name of the state.
-        refuse: as in :func:`call_locally`.
 
     Returns:
         what ``run`` returns, as DTensors.
@@ -243,17 +219,14 @@ def call_with_state(
         ValueError, TypeError: as :func:`call_locally`; or the state is no :class:`tfla.State`.
     """
     if state is not None and not isinstance(state, State):
-        error = TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
-        if refuse is None:
-            raise error
-        return refuse(error)
+        raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
     parts = {} if state is None else {f"{name}.{part}": t for part, t in zip(State._fields, state, strict=True)}
 
     def locally(local: dict[str, Tensor | None]) -> Results:
         own = [local[part] for part in parts]
         return run({each: local[each] for each in given}, State(*own) if own else None)  # type: ignore[arg-type]
 
-    return call_locally({**given, **parts}, time, locally, refuse)
+    return call_locally({**given, **parts}, time, locally)
 
 
 def named(request: Request, lengths: str) -> dict[str, Tensor | None]:
@@ -262,10 +235,8 @@ def named(request: Request, lengths: str) -> dict[str, Tensor | None]:
     return dict(zip(("q", "k", "v", *gates, lengths), (*request[:5], request.lengths), strict=True))
 
 
-def attend(
-    request: Request, run: Callable[[Request], Results], refuse: Callable[[Exception], Results] | None = None
-) -> Results:
-    """Compute a call over whole sequences by ``run`` on local tensors; ``refuse`` as in :func:`call_locally`.
+def attend(request: Request, run: Callable[[Request], Results]) -> Results:
+    """Compute a call over whole sequences by ``run`` on local tensors.
 
     Raises:
         ValueError, TypeError: as :func:`call_with_state`.
@@ -275,7 +246,7 @@ def attend(
         *tensors, lengths = local.values()
         return run(Request(*tensors, state, lengths, *request[7:]))  # type: ignore[call-arg]
 
-    return call_with_state(named(request, "cu_seqlens"), request.state, locally, refuse=refuse)
+    return call_with_state(named(request, "cu_seqlens"), request.state, locally)
 
 
 def run_steps(

@@ -17,8 +17,6 @@ from tfla.ops.checked_values import checked_indices
 from tfla.ops.state import State
 from tfla.ops.transforms import PLAIN, needs_dispatcher, transforms_active
 
-BOTH = "state_indices: got them with context_parallel, expected at most one of them"
-
 
 def checked(indices: Tensor, pool: State) -> Tensor:
     """Return indices whose values are checked: by the caller, or for a traced call on a CPU inside its graph."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tfla.backends.base import packed_bounds
 from tfla.ops import checks
-from tfla.ops.refused import refuse_early
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
 from tfla.ops.transforms import PLAIN, is_distributed
@@ -103,17 +102,13 @@ def check_options(every: object, return_state: object, context_parallel: object)
 
 def check_states_every(every: object, return_state: object, context_parallel: object, tensors: Tensors) -> None:
     """Raise a TypeError or a ValueError if a call with these options and tensors cannot return states in between."""
-    try:
-        check_options(every, return_state, context_parallel)
-        for name in ("q", "v"):
-            x = tensors[name]
-            if not is_distributed(x):
-                checks.check_float(name, x)
-            if type(x) not in PLAIN:
-                raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
-    except (TypeError, ValueError) as error:
-        told = () if torch.compiler.is_compiling() else tuple(tensors.values())  # a traced call has other results
-        refuse_early(error, context_parallel, told, None, False)
+    check_options(every, return_state, context_parallel)
+    for name in ("q", "v"):
+        x = tensors[name]
+        if not is_distributed(x):
+            checks.check_float(name, x)
+        if type(x) not in PLAIN:
+            raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
 
 
 def unstacked(states: State) -> list[State]:

@@ -18,11 +18,6 @@ def is_distributed(x: object) -> bool:
     return type(x) not in PLAIN and hasattr(x, "device_mesh")
 
 
-def local_part(x: Tensor) -> Tensor:
-    """Return this process's part of a DTensor, and any other tensor as it is."""
-    return x.to_local() if is_distributed(x) else x  # type: ignore[attr-defined]
-
-
 def needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     """Return whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator.
 

@@ -42,7 +42,6 @@ from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor
 from tests.test_training_mixin import TrainingTesterMixin
 from tfla.integrations.transformers import TflaConfig, TflaForCausalLM, TflaModel
-from tfla.nn.config import without_unused
 from transformers import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 
 OWN = not os.environ["TFLA_LAYERS"]
@@ -65,11 +64,10 @@ class TflaModelTester:
                 hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=16, n_groups=1, chunk_size=8,
                 vocab_size=99, bos_token_id=0, eos_token_id=1, pad_token_id=98,
             )
-        fields = {
-            "d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 99,
-            "layers": os.environ["TFLA_LAYERS"].split(), "mamba_head_dim": 16, "mamba_state_dim": 16,
-        }
-        return TflaConfig(**without_unused(fields), bos_token_id=0, eos_token_id=1, pad_token_id=98)
+        return TflaConfig(
+            d_model=32, num_blocks=2, num_heads=2, vocab_size=99, layers=os.environ["TFLA_LAYERS"].split(),
+            mamba_head_dim=16, mamba_state_dim=16, bos_token_id=0, eos_token_id=1, pad_token_id=98,
+        )
 
     def prepare_config_and_inputs_for_common(self):
         ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)

@@ -12,7 +12,6 @@ from small_tfla import SIZES
 
 from tfla.integrations.transformers.export import export
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.config import without_unused
 from tfla.train.documents import Document
 from tfla.train.tokenizer import ByteTokenizer
 
@@ -44,8 +43,7 @@ def test_log_likelihoods_are_those_of_the_language_model(tmp_path: Path, monkeyp
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.manual_seed(0)
-    own = {"vocab_size": 257, "num_blocks": 2, "layers": ("kda", "attention")}
-    model = LanguageModel(ModelConfig(**without_unused(SIZES | own)))
+    model = LanguageModel(ModelConfig(**SIZES | {"vocab_size": 257, "num_blocks": 2}, layers=("kda", "attention")))
     model.save_pretrained(tmp_path / "own")
     ByteTokenizer().save(tmp_path / "own")
     export(tmp_path / "own", tmp_path / "hf")

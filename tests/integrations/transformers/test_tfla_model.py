@@ -20,7 +20,6 @@ from tfla.cli import main
 from tfla.integrations import transformers as integration
 from tfla.integrations.transformers import TflaConfig, TflaForCausalLM, TflaModel
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.config import without_unused
 from tfla.train.documents import Document
 from tfla.train.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -285,7 +284,7 @@ def test_config_has_the_fields_of_a_model_config() -> None:
 
 def test_export_writes_the_model_and_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    config = ModelConfig(**without_unused(SIZES | {"vocab_size": 257, "num_blocks": 1, "layers": ("gla",)}))
+    config = ModelConfig(**SIZES | {"vocab_size": 257, "num_blocks": 1}, layers=("gla",))
     own = LanguageModel(config)
     own.save_pretrained(tmp_path / "own")
     ByteTokenizer().save(tmp_path / "own")

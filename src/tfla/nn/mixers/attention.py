@@ -127,13 +127,7 @@ class Attention(SequenceMixer):
         holds them anyway. Documents are those of the whole sequence: a process has its part of document_start, and all
         of cu_seqlens on the CPU. States are the same on all processes.
         """
-        q = k = v = x
-
-        def project() -> Tensor:
-            """Set the queries, keys and values, and return the queries."""
-            nonlocal q, k, v
-            q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-            return q
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
 
         def check() -> None:
             """Check the states."""
@@ -148,7 +142,7 @@ class Attention(SequenceMixer):
                 check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
             return shared
 
-        q, shared = start_shared(self.context_parallel, x, project, cu_seqlens, check=check, start=start)
+        q, shared = start_shared(self.context_parallel, x, q, cu_seqlens, check=check, start=start)
         if shared is None:  # refused, with an error that the graph raises
             return q, None
         sinks = None if self.sinks is None else self.sinks()

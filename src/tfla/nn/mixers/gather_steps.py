@@ -13,7 +13,7 @@ from tfla.nn.mixers.spans import Spans
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.parts import check_parts
 from tfla.ops.context_parallel.refusals import checked, refuse
-from tfla.ops.transforms import is_distributed, local_part, needs_dispatcher
+from tfla.ops.transforms import needs_dispatcher
 
 R = TypeVar("R")
 
@@ -34,21 +34,10 @@ def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     return found
 
 
-def _check_placements(x: Tensor) -> None:
-    """Raise if the input of a layer is a DTensor that is not the same on all processes of its mesh."""
-    if is_distributed(x):
-        placements: Any = x.placements  # type: ignore[attr-defined]
-        if not all(place.is_replicate() for place in placements):
-            raise ValueError(
-                f"x: got placements {tuple(placements)}, expected Replicate() on each dimension of the mesh: with "
-                "context_parallel a layer reads all of its process's steps (B, T, d_model)"
-            )
-
-
 def start_shared(
     group: Any,
     x: Tensor,
-    project: Callable[[], Tensor] | None,
+    read: Tensor,
     cu_seqlens: Tensor | None,
     *,
     check: Callable[[], object],
@@ -60,15 +49,15 @@ def start_shared(
     Args:
         group: the argument `context_parallel` of :func:`tfla.mlstm`.
         x: (B, T, d_model), the input of the layer.
-        project: returns what the layer computes from next, (B, T, ...); None is x.
+        read: (B, T, ...), what the layer computes from next.
         cu_seqlens: the offsets of packed sequences.
         check: raises an error of arguments that the processes do not compare.
         start: raises an error of this process's part; eager calls compare all parts before.
         equal: whether dense parts have to be equal too, without lengths.
 
     Returns:
-        the result of ``project`` and that of ``start``. In a traced call that is refused, the output of the layer and
-        None; its graph raises the error when it runs.
+        ``read`` and the result of ``start``. In a traced call that is refused, the output of the layer and None; its
+        graph raises the error when it runs.
 
     Raises:
         ValueError, TypeError: the arguments of a process are invalid; every process raises an error.
@@ -76,22 +65,19 @@ def start_shared(
     placement, name = context_parallel_of(group)
     compiling = torch.compiler.is_compiling()
 
-    def prepare() -> tuple[Tensor, R | None]:
+    def prepare() -> R | None:
         """Check what is known without the other processes."""
-        _check_placements(x)
-        read = x if project is None else project()
         check()
-        return read, start() if compiling else None
+        return start() if compiling else None
 
     try:
-        read, found = prepare()
+        found = prepare()
     except Exception as error:
         return refuse(error, prepare, placement, name, (x,), cu_seqlens, [x.shape])[0], None
     if compiling:
         return checked(placement, name, read, cu_seqlens, equal), found
-    part = local_part(x)
-    if not needs_dispatcher((part, cu_seqlens)):
-        check_parts(placement, name, part, cu_seqlens, name="x", equal=equal)
+    if not needs_dispatcher((x, cu_seqlens)):
+        check_parts(placement, name, x, cu_seqlens, name="x", equal=equal)
     return read, start()
 
 

@@ -107,7 +107,7 @@ class RecurrentMixer(SequenceMixer):
             run = start()
         else:
             x, run = start_shared(
-                self.context_parallel, x, None, cu_seqlens, check=check, start=start, equal=cu_seqlens is not None
+                self.context_parallel, x, x, cu_seqlens, check=check, start=start, equal=cu_seqlens is not None
             )
         if run is None:  # refused, with an error that the graph raises
             return x, None

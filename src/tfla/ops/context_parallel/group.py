@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
 from tfla.backends.gpu.runtime import constant
 from tfla.ops.context_parallel.cuts import CONTIGUOUS, ORDERS, Placement
-from tfla.ops.context_parallel.told_numbers import owe_error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,16 +35,6 @@ class ContextParallel:
     def __init__(
         self, group: dist.ProcessGroup | DeviceMesh, *, order: str = CONTIGUOUS, lengths: Sequence[int] | None = None
     ) -> None:
-        try:
-            process_group, self.placement = self._placed(group, order, lengths)
-        except Exception:
-            owe_error()  # the other processes wait for this one in a group that it does not know
-            raise
-        self.group_name = process_group.group_name
-
-    @staticmethod
-    def _placed(group: object, order: str, lengths: Sequence[int] | None) -> tuple[dist.ProcessGroup, Placement]:
-        """Return the process group and the placement of the arguments, or raise as the constructor."""
         if order not in ORDERS:
             raise ValueError(f"order: got {order!r}, allowed are {', '.join(map(repr, ORDERS))}")
         process_group = _process_group(group)
@@ -58,7 +47,7 @@ class ContextParallel:
             if len(lengths) != placement.spans or min(lengths) < 1:
                 raise ValueError(f"lengths: got {lengths}, expected {placement.spans} numbers of at least 1")
             placement = placement._replace(lengths=lengths)
-        return process_group, placement
+        self.placement, self.group_name = placement, process_group.group_name
 
     def __repr__(self) -> str:
         rank, size, order, lengths = self.placement
@@ -81,11 +70,7 @@ def _process_group(group: object) -> dist.ProcessGroup:
                 f"context_parallel: got a DeviceMesh of {group.ndim} dimensions{f' {names}' if names else ''}, "
                 'expected one dimension, such as mesh["cp"]'
             )
-        mesh: Any = group
-        if mesh.get_coordinate() is None:
-            raise ValueError("context_parallel: got a DeviceMesh without this process, expected one with it")
-        found: dist.ProcessGroup = mesh.get_group()
-        return found
+        return group.get_group()
     raise TypeError(
         f"context_parallel: got {type(group).__name__}, expected a process group, a one-dimensional DeviceMesh or "
         "tfla.distributed.ContextParallel"

@@ -117,7 +117,7 @@ class Shape(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def on_device(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
     """Return numbers on a device. They are copied there once, not in each layer, and not while a graph is captured."""
-    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)  # the host does not wait
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def of_sequences(x: Tensor | None, batch: int) -> Tensor | None:

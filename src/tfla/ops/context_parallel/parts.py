@@ -6,24 +6,18 @@ and whether one of them cannot go on.
 
 from __future__ import annotations
 
-import functools
 import zlib
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from tfla.ops.context_parallel import exchange
 from tfla.ops.context_parallel.cuts import ZIGZAG, Placement
-from tfla.ops.context_parallel.told_numbers import RefusedError, exchange_numbers, owe_error
-from tfla.ops.transforms import local_part, needs_dispatcher
+from tfla.ops.context_parallel.exchange import gather
+from tfla.ops.transforms import needs_dispatcher
 
 _MET: set[str] = set()  # the groups that have had a call on GPUs
 _CHECKED: set[str] = set()  # those that have had one whose parts must fit together
-_PACKED: set[str] = set()  # those that have had packed sequences, whose later calls are compared on the device
-MISMATCH = (
-    "context_parallel: the processes of a call have steps, cu_seqlens, orders or lengths that do not fit together, or "
-    "one of them has refused its arguments"
-)
 
 
 def check_parts(
@@ -42,9 +36,7 @@ def check_parts(
     Dense parts of any sizes fit with contiguous order and without lengths; the other processes are told even so that
     they are dense. On CPUs this is one more collective of each call. On GPUs the host would have to wait for it, so
     that only the first call of a group and the first one whose parts have to fit are checked, and none while a CUDA
-    graph is captured. After the first call with packed sequences, of which each one has other offsets, the device
-    compares the numbers of each later call before anything else is exchanged; where they do not fit, a device-side
-    assertion of every process fails.
+    graph is captured.
 
     Args:
         placement: the order of spans; its lengths count steps.
@@ -60,28 +52,19 @@ def check_parts(
         ValueError: a process has another number of steps, other offsets or another layout, or was refused.
     """
     fits = cu_seqlens is None and not equal and not placement.lengths and placement.order != ZIGZAG
-    on_device = not _host_waits(x) and group in _PACKED
-    if not _host_waits(x) and not on_device and group in (_MET if fits else _CHECKED):
-        return
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    on_cpu = x.device.type == "cpu"
+    if not on_cpu and (group in (_MET if fits else _CHECKED) or torch.cuda.is_current_stream_capturing()):
         return
     steps = x.shape[1] // writes if x.dim() > 1 else 0
-    own = [int(refused), steps, _layout(placement), *_fingerprint(cu_seqlens)]
-    if on_device:
-        _compare_on_device(own, placement, group, x.device, equal or cu_seqlens is not None)
-        return
-    try:
-        found = exchange_numbers(own, x.device, group, placement.size)
-    except RefusedError as error:
-        wrong = error.ranks
-    else:
-        wrong = [rank for rank, (error, *_) in enumerate(found) if error]
+    numbers = torch.tensor([[refused, steps, _layout(placement), *_fingerprint(cu_seqlens)]], device=x.device)
+    found = gather(numbers, group, placement.size).flatten(0, 1).tolist()
     if refused:
         return
+    wrong = [str(rank) for rank, (error, *_) in enumerate(found) if error]
     if wrong:
         raise ValueError(
-            f"context_parallel: got arguments that process {' and '.join(map(str, wrong))} of {placement.size} "
-            "refuses, with an error that names them, expected valid ones on each"
+            f"context_parallel: got arguments that process {' and '.join(wrong)} of {placement.size} refuses, with an "
+            "error that names them, expected valid ones on each"
         )
     if any(layout != found[0][2] for _, _, layout, *_ in found):
         raise ValueError(
@@ -96,49 +79,6 @@ def check_parts(
     _MET.add(group)
     if not fits:
         _CHECKED.add(group)
-    if cu_seqlens is not None:
-        _PACKED.add(group)
-
-
-def _host_waits(x: Tensor) -> bool:
-    """Return whether the host waits for the numbers of other processes in each call."""
-    return x.device.type == "cpu"
-
-
-@functools.lru_cache(maxsize=64)
-def _on_host(numbers: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return numbers on the CPU."""
-    return torch.tensor(numbers)
-
-
-def _on_device(device: torch.device, numbers: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return numbers on a device, without a wait of the host.
-
-    Each call copies them: a copy that is kept would belong to the stream and the memory pool of the call that made it.
-    """
-    return _on_host(numbers).to(device, non_blocking=True)
-
-
-def _compare_on_device(own: list[int], placement: Placement, group: str, device: torch.device, equal: bool) -> None:
-    """Compare the numbers of all processes without a wait of the host: the device asserts that they fit.
-
-    Args:
-        own: the numbers of this process, of which the first one says that it refuses its arguments.
-        placement, group: as in :func:`check_parts`.
-        device: the device that the exchange of this call runs on.
-        equal: whether the numbers of steps have to be equal, or those of the lengths.
-    """
-    refused, steps, *others = own
-    if not equal and not placement.lengths:
-        steps = 0
-    of_ranks = [
-        sum(placement.lengths[p] for p in placement.positions_of(rank)) if placement.lengths else steps
-        for rank in range(placement.size)
-    ]
-    expected = _on_device(device, tuple((0, number, *others) for number in of_ranks))
-    found = exchange.gather(_on_device(device, ((refused, steps, *others),)), group, placement.size).flatten(0, 1)
-    if not refused:
-        torch._assert_async((found == expected).all(), MISMATCH)
 
 
 def tell_refusal(
@@ -155,15 +95,10 @@ def tell_refusal(
         tensors: the arguments of the call, of which any may be wrong.
         cu_seqlens: the offsets of packed sequences.
     """
-    given = tuple(local_part(x) for x in tensors if isinstance(x, Tensor))
-    if not given or needs_dispatcher(given):
-        owe_error()
-        return
-    try:
-        first = next((x for x in given if x.device.type != "cpu"), given[0])  # of a device that the group serves
-        check_parts(placement, group, first, cu_seqlens, refused=True)
-    except RuntimeError:  # of a device that the group does not know; the own error says more
-        owe_error()
+    given = tuple(x for x in tensors if isinstance(x, Tensor))
+    if given and not needs_dispatcher(given):
+        with suppress(RuntimeError):  # a device that the group does not know; the own error says more
+            check_parts(placement, group, given[0], cu_seqlens, refused=True)
 
 
 def _raise_offsets(found: list[list[int]], placement: Placement, writes: int) -> None:

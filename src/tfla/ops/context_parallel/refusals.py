@@ -17,7 +17,7 @@ from torch import Tensor
 from tfla.ops.context_parallel.cuts import Placement
 from tfla.ops.context_parallel.parts import check_parts, tell_refusal
 from tfla.ops.state import State
-from tfla.ops.transforms import is_distributed, local_part
+from tfla.ops.transforms import is_distributed
 
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
 _PLACED = "int rank, int size, str order, SymInt[] lengths, str group"
@@ -85,21 +85,17 @@ def checked(placement: Placement, group: str, x: Tensor, cu_seqlens: Tensor | No
     """Return x (B, T, ...) of a traced layer, whose graph runs :func:`.parts.check_parts` on it before it is read."""
     if not is_distributed(x):
         return x + torch.ops.tfla.context_check(x, cu_seqlens, equal, *placement, group)
-    like = local_part(x).new_empty(x.shape)
-    return x + _replicated(torch.ops.tfla.context_check(like, cu_seqlens, equal, *placement, group), x)
-
-
-def _replicated(x: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor as a DTensor that is the same on all processes of the mesh of another one."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    mesh: Any = x.device_mesh  # type: ignore[attr-defined]
+    like = x.to_local().new_empty(x.shape)  # type: ignore[attr-defined]
+    zero = torch.ops.tfla.context_check(like, cu_seqlens, equal, *placement, group)
+    return x + DTensor.from_local(zero, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def refuse(
     error: Exception,
-    again: Callable[[], object] | None,
+    again: Callable[[], object],
     placement: Placement,
     group: str,
     given: Sequence[object],
@@ -113,7 +109,7 @@ def refuse(
 
     Args:
         error: the error that names the argument.
-        again: the function that has raised it, without arguments; None where the message has no size of a tensor.
+        again: the function that has raised it, without arguments.
         placement: the order of spans; its lengths count steps.
         group: the name of the process group.
         given: the arguments of the call, of which any may be wrong.
@@ -134,11 +130,10 @@ def refuse(
         for size in x.shape:
             len(range(size))  # makes the size a constant
     try:
-        if again is not None:
-            again()
+        again()
     except Exception as found:
         error = found
-    first, offsets = local_part(tensors[0]), cu_seqlens if compare else None
+    first, offsets = tensors[0], cu_seqlens if compare else None
     kind, message = type(error).__name__, str(error)
     return [
         torch.ops.tfla.context_refuse(first, offsets, list(shape), kind, message, compare, writes, *placement, group)
@@ -148,7 +143,7 @@ def refuse(
 
 def refuse_call(
     error: Exception,
-    again: Callable[[], object] | None,
+    again: Callable[[], object],
     placement: Placement,
     group: str,
     tensors: Sequence[object],
@@ -166,7 +161,7 @@ def refuse_call(
         tensors: q, k, v and further arguments.
         return_state, normalize: whether the call returns a state, and whether that has n and m.
     """
-    q, v = (tensors[0], tensors[2]) if len(tensors) > 2 else (None, None)
+    q, v = tensors[0], tensors[2]
     shapes: list[Sequence[int]] = []
     if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() == 4:
         (B, T, _, K), (H, V) = q.shape, v.shape[2:]
@@ -174,6 +169,4 @@ def refuse_call(
         shapes = [(B, T, H, V), (sequences, H, K, V), (sequences, H, K), (sequences, H)]
         shapes = shapes[: 1 if not return_state else 4 if normalize else 2]
     found = refuse(error, again, placement, group, tensors, cu_seqlens, shapes, compare=compare, writes=writes)
-    if isinstance(v, Tensor) and is_distributed(v):
-        found = [_replicated(x, v) for x in found]
     return (found[0], State(*found[1:])) if return_state else found[0]

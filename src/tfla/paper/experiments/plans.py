@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tfla.backends import BACKENDS
-from tfla.nn.config import without_unused
 from tfla.train.config import Data, Model, Optim, TrainConfig
 
 Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
@@ -76,18 +75,17 @@ class Variant:
         """Return the training run; its text is the source of Python's standard library, tokenized into bytes."""
         if size.batch_size % self.longer:
             raise ValueError(f"longer: got {self.longer}, expected a divisor of the batch size, {size.batch_size}")
-        model = {
-            "d_model": size.d_model, "num_blocks": size.num_blocks, "num_heads": self.heads, "mixer": self.mixer,
-            "input_gate_bias": self.bias, "input_gate_trainable": self.trainable, "head_norm_eps": self.eps,
-            "backend": self.backend,
-        }  # fmt: skip
         return TrainConfig(
             run=folder / self.name,
             data=Data(
                 paths=(Path(sysconfig.get_path("stdlib")),), suffixes=(".py",),
                 exclude=("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
             ),
-            model=Model(**without_unused(model)),
+            model=Model(
+                d_model=size.d_model, num_blocks=size.num_blocks, num_heads=self.heads, mixer=self.mixer,
+                input_gate_bias=self.bias, input_gate_trainable=self.trainable, head_norm_eps=self.eps,
+                backend=self.backend,
+            ),
             optim=Optim(lr=size.lr), steps=size.steps, batch_size=size.batch_size // self.longer,
             context=size.context * self.longer, seed=self.seed, device=device, threads=1,
             eval_every=max(1, size.steps // 6), eval_windows=size.eval_windows // self.longer,
