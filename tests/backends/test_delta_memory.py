@@ -14,14 +14,7 @@ pytest.importorskip("tfla.backends.hopper.delta_backward", exc_type=ImportError)
 
 SCRIPT = Path(__file__).with_name("peak_memory.py")
 BAR = 1.5  # of the output and the gradients
-# The most that each shape may take, as a multiple of its output and gradients; above BAR what it takes today.
-MOST = {
-    "gdn 16 128 128": BAR,
-    "gdn 16 128 256": BAR,
-    "gdn 32 128 128": BAR,
-    "kda 32 128 128": 1.58,
-    "gla 8 256 512": 1.59,
-}
+SHAPES = ("gdn 16 128 128", "gdn 16 128 256", "gdn 32 128 128", "kda 32 128 128", "gla 8 256 512")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +27,6 @@ def counted() -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("shape", MOST)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_peak_beside_results(shape: str, counted: dict[str, dict[str, int]]) -> None:
-    ratio = counted[shape]["peak"] / counted[shape]["results"]
-    assert 1.0 < ratio <= MOST[shape]
-    assert MOST[shape] == BAR or ratio > MOST[shape] - 0.02, f"it takes {ratio:.3f} now: lower its number here"
+    assert 1.0 < counted[shape]["peak"] / counted[shape]["results"] <= BAR

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tfla.backends.gpu.config import ceil_div, processors
 from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.gpu.replay import LaunchRecorder
 
 SMALLEST = 1 << 28  # bytes between kernels below which the launches of further slices are not worth their memory
 
@@ -49,8 +50,44 @@ def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[
     return [(start, min(start + size, B)) for start in range(0, B, size)]
 
 
-class BatchSlice:
-    """Some of the batch rows of a call: a view of each of its tensors.
+class CallPart:
+    """A part of a call: a view of each of its tensors.
+
+    Args:
+        recorder: The recorder of the call.
+        whole: Whether the part is the whole call, whose views are the tensors themselves.
+    """
+
+    def __init__(self, recorder: LaunchRecorder, whole: bool) -> None:
+        self.recorder, self.whole = recorder, whole
+        self.views: dict[int, Tensor] = {}  # by the id of the tensor, so that a tensor has one view
+
+    def __call__(self, x: Tensor | None) -> Any:
+        """Return the part of x, (B, T, ...), or None for None."""
+        if x is None or self.whole:
+            return x
+        if id(x) not in self.views:
+            self.views[id(x)] = self.view(x)
+        return self.views[id(x)]
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return a new view of the part of x."""
+        raise NotImplementedError
+
+    def fields(self, x: Any) -> Any:
+        """Return a named tuple of tensors with the part of each."""
+        return type(x)(*map(self, x))
+
+    def context(self, ctx: LaunchContext) -> LaunchContext:
+        """Return the context of a call of this part."""
+        if self.whole:
+            return ctx
+        x = self.fields(ctx.x)
+        return dataclasses.replace(ctx, x=x, segments=x.sequences, cu_seqlens=x.log_f, schedule=x.log_f)
+
+
+class BatchSlice(CallPart):
+    """Some of the batch rows of a call, of all of its tensors.
 
     Args:
         ctx: The context of the call.
@@ -58,27 +95,9 @@ class BatchSlice:
     """
 
     def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
-        self.recorder, self.start, self.stop = ctx.recorder, start, stop
-        self.whole = (start, stop) == (0, ctx.B)
-        self.views: dict[int, Tensor] = {}  # by the id of the tensor, so that a tensor has one view
+        super().__init__(ctx.recorder, (start, stop) == (0, ctx.B))
+        self.start, self.stop = start, stop
 
-    def __call__(self, x: Tensor | None) -> Any:
-        """Return the rows of x, (B, ...), or None for None."""
-        if x is None or self.whole:
-            return x
-        if id(x) not in self.views:
-            self.views[id(x)] = self.recorder.rows(x, self.start, self.stop)
-        return self.views[id(x)]
-
-    def fields(self, x: Any) -> Any:
-        """Return a named tuple of tensors with the rows of each."""
-        return type(x)(*map(self, x))
-
-    def context(self, ctx: LaunchContext) -> LaunchContext:
-        """Return the context of a call of these rows."""
-        if self.whole:
-            return ctx
-        x = self.fields(ctx.x)
-        return dataclasses.replace(
-            ctx, x=x, segments=self.stop - self.start, cu_seqlens=x.log_f, schedule=x.log_f
-        )  # fmt: skip
+    def view(self, x: Tensor) -> Tensor:
+        """Return the rows of x, (B, ...)."""
+        return self.recorder.rows(x, self.start, self.stop)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tfla.backends.gpu import reductions
 from tfla.backends.gpu.config import ampere_mmas, ceil_div
-from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.context import LaunchContext, time_strides
 from tfla.backends.gpu.gate_gradients import gate_gradient_of
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.gpu.state_passing import rounded_product
@@ -63,15 +63,15 @@ if TYPE_CHECKING:
 
 
 @without_unknown_options
-@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "pitch"])
 def channel_gradients(
     Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
     sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    gb, gt, gh, eb, et, eh,
+    gb, gt, gh, eb, et, eh, pitch,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
-    LEVELED: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
+    LEVELED: tl.constexpr, DOTS: tl.constexpr, PITCHED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of tiles for BK key channels. The grid is (tiles * H * DK / BK).
 
@@ -90,6 +90,8 @@ def channel_gradients(
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
             (B, T, H, DK / BK) float32.
         dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
+        pitch: with PITCHED the tokens from one batch row of dV, dQ, dK, dR and dF to the next, which are views of a
+            part of the steps; without it, and for sums, batch rows follow each other.
     """
     PARTS: tl.constexpr = (DK + BK - 1) // BK  # cdiv of constants is a tensor in Triton 3.6
     part = tl.program_id(0) % PARTS
@@ -105,11 +107,14 @@ def channel_gradients(
             r = tl.arange(0, L)
             e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
             at = (t0 + r).to(tl.int64)[:, None]
-            of_tile = (first + start) * H + h  # of results, which are dense: offsets inside a tile fit 32 bits
+            of_tile = (first + start) * H + h  # of sums, which are dense: offsets inside a tile fit 32 bits
+            of_rows = of_tile  # of results
+            if PITCHED:
+                of_rows += row * (pitch - T) * H
             c = part * BK + tl.arange(0, BK)
             do_at = dO + row * gb + h * gh + at * gt
             e_at = E + row * eb + h * eh + at * et
-            dv_at = dV + of_tile * DV + (r * H * DV)[:, None]
+            dv_at = dV + of_rows * DV + (r * H * DV)[:, None]
             # (1) What steps read of writes inside the tile, [reading step, writing step], and the products with the
             # state before the tile and the cotangent after it, (L, BK)
             weights_q = tl.zeros([L, L], tl.float32)
@@ -243,7 +248,7 @@ def channel_gradients(
             dq += of_q * up
             Z -= queries.to(tl.float32) * of_q
             place = (r * H)[:, None] * DK + c[None, :]  # (L, BK)
-            tl.store(dQ + of_tile * DK + place, dq.to(dQ.dtype.element_ty), inside)
+            tl.store(dQ + of_rows * DK + place, dq.to(dQ.dtype.element_ty), inside)
             of_k = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION_Q)
             W += of_k * down
             Z += writes_q.to(tl.float32) * of_k
@@ -258,14 +263,14 @@ def channel_gradients(
                 else:
                     Z -= reads.to(tl.float32) * of_r
                 if READ_KEY:
-                    tl.store(dR + of_tile * DK + place, dr.to(dR.dtype.element_ty), inside)
+                    tl.store(dR + of_rows * DK + place, dr.to(dR.dtype.element_ty), inside)
                 W += of_k * down
                 Z += writes_r.to(tl.float32) * of_k
             # (5) Results
             dk = b * W
             if CORRECT and not READ_KEY:
                 dk += dr
-            tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
+            tl.store(dK + of_rows * DK + place, dk.to(dK.dtype.element_ty), inside)
             sums = (of_tile + r * H) * PARTS + part
             found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
             if DOTS > 0:
@@ -286,7 +291,7 @@ def channel_gradients(
             if STEP_GATES:
                 tl.store(dF + sums, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
             else:
-                tl.store(dF + of_tile * DK + place, dg.to(dF.dtype.element_ty), inside)
+                tl.store(dF + of_rows * DK + place, dg.to(dF.dtype.element_ty), inside)
 
 
 class Gradients(NamedTuple):
@@ -324,11 +329,11 @@ def launch(
     Args:
         ctx: The context of the call.
         operands: The result of :func:`.channel_tiles.launch`.
-        dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
+        dh, dv: The cotangents of h and v, (B, T, H, dhv).
         E: The prediction errors, or without correction the values.
         states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
         dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
-        grads: The outputs.
+        grads: The outputs. They and dv are dense, or all of them the same steps of dense tensors.
         bounded: A launcher of another kernel for the tiles that need no levels, or None.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
@@ -340,6 +345,7 @@ def launch(
     if bounded is not None:
         bounded(ctx, operands.leveled, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta))
     count, per_program = base.tiles * base.H, ctx.marks_of_program
+    pitch = grads.q.stride(0) // (base.H * base.K) if base.B > 1 else base.T
     for leveled in (True,) if bounded is not None else (False, True):
         crowded = BEFORE_TRITON_3_5 and leveled and not x.channel_gates
         num_warps = max(8, tiles.num_warps) if crowded else tiles.num_warps
@@ -347,13 +353,26 @@ def launch(
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
             cotangents, states if dots is None else dots, grads.q, grads.k,
             grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, x.sequences, base.T,
-            base.tiles, base.H, base.group, per_program, *ctx.input_strides, *time_strides(dh), *time_strides(E),
+            base.tiles, base.H, base.group, per_program, *ctx.input_strides, *time_strides(dh), *time_strides(E), pitch,
             DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=leveled,
-            DOTS=0 if dots is None else dots.shape[0], STAGES=tiles.stages, num_warps=num_warps,
+            DOTS=0 if dots is None else dots.shape[0], PITCHED=pitch != base.T, STAGES=tiles.stages,
+            num_warps=num_warps,
             OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32, compilation=ampere_mmas(x.q.device),
             **ctx.tile_constants,
         )  # fmt: skip
     if dbeta is not grads.beta and x.beta is not None:
-        reductions.launch(base, dbeta, parts, grads.beta)
+        _add_parts(base, dbeta, parts, grads.beta)
     if log_f is not grads.log_f and x.log_f is not None:
-        reductions.launch(base, log_f, parts, grads.log_f)
+        _add_parts(base, log_f, parts, grads.log_f)
+
+
+def _add_parts(base: LaunchContext, x: Tensor, parts: int, out: Tensor) -> None:
+    """Store the sums of x, (B, T, H * parts, 1), over parts to `out`, (B, T, H).
+
+    The kernel takes dense tensors, so that where `out` is a part of the steps, each of its batch rows has a launch.
+    """
+    rows = [(x, out)]
+    if not out.is_contiguous():
+        rows = [(base.recorder.rows(x, b, b + 1), base.recorder.rows(out, b, b + 1)) for b in range(base.B)]
+    for of_row, out_row in rows:
+        reductions.launch(base, of_row, parts, out_row)

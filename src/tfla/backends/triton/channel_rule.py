@@ -2,7 +2,8 @@
 
 Kernels over all tiles make the operands of the scans (:mod:`.channel_tiles`) and the gradients of queries, keys and
 gates (:mod:`.channel_gradients`); the scans between them (:mod:`.channel_scans`) have neither gates nor beta. The
-backward keeps C and dC of every tile, in the dtype of q, until its last kernel has read them.
+backward keeps C and dC of every tile, in the dtype of q, until its last kernel has read them. It computes large batches
+in slices of batch rows, and a slice in parts of its steps: then it keeps the dC of a part of a slice.
 
 The launches also serve gates by step where a step reads the state before its decay.
 """
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.gpu import reductions, results, sequences
-from tfla.backends.gpu.batch_slices import BatchSlice, batch_slices
+from tfla.backends.gpu.batch_slices import BatchSlice, CallPart, batch_slices
 from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, power_of_two, processors
 from tfla.backends.gpu.context import LaunchContext, time_strides
+from tfla.backends.gpu.time_parts import TimePart, time_parts
 from tfla.backends.triton import channel_gradients, channel_scans, channel_tiles
 from tfla.backends.triton.channel_decays import MARKS
 from tfla.backends.triton.channel_tiles import Operands
@@ -145,16 +147,24 @@ class ChannelContext:
         base = self.base
         return base.new(base.H, base.tiles, base.V, base.K, dtype=self.x.q.dtype)
 
+    @property
+    def bytes_of_states(self) -> int:
+        """The bytes of the states before all tiles and the cotangents after them."""
+        base = self.base
+        return 2 * base.H * base.tiles * base.K * base.V * self.x.q.element_size()
+
     def slices(self, kernels: ChannelKernels) -> list[tuple[int, int]]:
         """Return the batch rows that a backward by these kernels computes one after the other."""
         base, programs = self.base, kernels.programs
-        if programs is None:
-            return [(0, base.B)]
-        states = 2 * base.H * base.tiles * base.K * base.V * self.x.q.element_size()
-        return batch_slices(base, programs, states)
+        return [(0, base.B)] if programs is None else batch_slices(base, programs, self.bytes_of_states)
 
-    def of_rows(self, part: BatchSlice) -> ChannelContext:
-        """Return the context of some batch rows."""
+    def parts(self, kernels: ChannelKernels) -> list[TimePart]:
+        """Return the parts of the steps that a backward by these kernels computes one after the other."""
+        steps = [(0, self.base.T)] if kernels.programs is None else time_parts(self.base, self.bytes_of_states)
+        return [TimePart(self.base, *ends) for ends in steps]
+
+    def of_part(self, part: CallPart) -> ChannelContext:
+        """Return the context of some batch rows or steps."""
         return replace(
             self, base=part.context(self.base), x=part.fields(self.x), beta=part(self.beta), log_f=part(self.log_f)
         )
@@ -241,7 +251,7 @@ def backward(
     for rows in ctx.slices(kernels):
         part = BatchSlice(base, *rows)
         _backward_of_rows(
-            ctx.of_rows(part), part(errors), part(X), part(dh), part(dC), part(dv), part(dC0), part.fields(grads),
+            ctx.of_part(part), part(errors), part(X), part(dh), part(dC), part(dv), part(dC0), part.fields(grads),
             kernels,
         )  # fmt: skip
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
@@ -265,12 +275,28 @@ def _backward_of_rows(
         errors: The prediction errors, or without correction the values, (B, T, H, dhv).
         X: What the forward stored, or None without correction.
         dh, dC: The cotangents of h, with dense rows, and of the final states, dense.
-        dv, dC0, grads: The outputs. Operands of scans lie in gradients that the last kernel computes.
+        dv, dC0, grads: The outputs. Operands of scans lie in those that a kernel computes after it has read them.
         kernels: The launchers.
     """
     base = ctx.base
-    operands = channel_tiles.launch(ctx, X, kernels.operands, (grads.q, grads.k, grads.log_f))
-    states = ctx.new_tile_states()
-    kernels.h(ctx, operands, errors, None, None, states, results.dense(base, ctx.x.C), None)
-    cotangents, dots = kernels.dv(ctx, operands, dh, errors, dv, dC, dC0)
-    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads, kernels.gradients)
+    memory: tuple[Tensor, ...] = grads.q, grads.k, grads.log_f
+    if kernels.programs == 1 and not base.recorder.one_pointer_each:
+        # A program that has all columns of dv has read the operands of a tile before it stores the dv of the tile.
+        memory = dv, *memory
+    operands = channel_tiles.launch(ctx, X, kernels.operands, memory)
+    parts = [(part, ctx.of_part(part), operands.of_part(part)) for part in ctx.parts(kernels)]
+    ends = [base.new(base.B, base.H, base.K, base.V) for _ in parts[1:]]  # states between two parts, and cotangents
+    states = [of_part.new_tile_states() for _, of_part, _ in parts]
+    initial = results.dense(base, ctx.x.C)
+    for (part, of_part, read), found, first, last in zip(
+        parts, states, [initial, *ends], [*ends, None], strict=True
+    ):  # fmt: skip
+        kernels.h(of_part, read, part(errors), None, None, found, first, last)
+    for (part, of_part, read), before, final, first in zip(
+        reversed(parts), reversed(states), [dC, *reversed(ends)], [*reversed(ends), dC0], strict=True
+    ):
+        E, do, of_v = part(errors), part(dh), part(dv)
+        cotangents, dots = kernels.dv(of_part, read, do, E, of_v, final, first)
+        channel_gradients.launch(
+            of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients
+        )  # fmt: skip

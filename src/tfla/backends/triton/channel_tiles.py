@@ -47,6 +47,7 @@ from tfla.backends.triton.precise_products import nearest_tf32, split
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
 if TYPE_CHECKING:
+    from tfla.backends.gpu.time_parts import TimePart
     from tfla.backends.triton.channel_rule import ChannelContext
 
 
@@ -197,6 +198,11 @@ class Operands(NamedTuple):
     X: Tensor | None  # (B, T, H, L); None without correction
     decays: Tensor  # (H, tiles, dqk) float32
     leveled: Tensor  # (H, tiles) int8, which tiles are not bounded
+
+    def of_part(self, part: TimePart) -> Operands:
+        """Return the operands of a part of the steps."""
+        found: Operands = part.fields(self)
+        return found._replace(decays=part.of_tiles(self.decays), leveled=part.of_tiles(self.leveled))
 
 
 # A launcher of other kernels for tiles that need no levels: it takes the context, the arguments of `decay_operands`

@@ -1,0 +1,72 @@
+"""The parts in time that a backward computes one after the other, so that it keeps the cotangents of one part alone.
+
+A scan with time stores the states of all parts, and a scan against time the cotangents of one part after the other. The
+last kernel reads both, so that those of a part are given back before the next one. From part to part a scan hands on
+its state in float32, the dtype in which it holds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tfla.backends.gpu.batch_slices import SMALLEST, CallPart
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import LaunchContext
+
+FEWEST_TILES = 16  # of a part: with fewer the launches of another part would count
+# Fields of inputs, and of operands made of them, whose second dim is not that of steps.
+WITHOUT_STEPS = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "leveled")
+
+
+def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:
+    """Return the first step and the end of each part: two halves of whole tiles, or all steps at once.
+
+    Packed sequences are not cut, since their ends lie anywhere. A plan is not cut either, like its batch rows.
+
+    Args:
+        ctx: The context of the call.
+        nbytes: The bytes of the states and the cotangents of all tiles. Below SMALLEST halves are not worth their
+            launches.
+    """
+    tiles = ceil_div(ctx.T, ctx.L)
+    if nbytes < SMALLEST or ctx.packed or ctx.recorder.one_pointer_each or tiles < 2 * FEWEST_TILES:
+        return [(0, ctx.T)]
+    middle = ceil_div(tiles, 2) * ctx.L
+    return [(0, middle), (middle, ctx.T)]
+
+
+class TimePart(CallPart):
+    """Some of the steps of all batch rows of a call, which start and end with a tile.
+
+    Args:
+        ctx: The context of the call.
+        start, stop: The first step, and the one after the last.
+    """
+
+    def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
+        super().__init__(ctx.recorder, (start, stop) == (0, ctx.T))
+        self.start, self.stop = start, stop
+        self.rows, self.L = ctx.B, ctx.L
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return the steps of x, (B, T, ...)."""
+        found: Tensor = self.recorder.do(lambda t: t[:, self.start : self.stop], x)
+        return found
+
+    def fields(self, x: Any) -> Any:
+        """Return a named tuple of tensors with the steps of each; what has no steps stays as it is."""
+        return x._replace(**{name: self(t) for name, t in x._asdict().items() if name not in WITHOUT_STEPS})
+
+    def of_tiles(self, x: Tensor) -> Tensor:
+        """Return a dense copy of what x, (H, tiles, ...), has of the tiles of this part."""
+        if self.whole:
+            return x
+        tiles = slice(self.start // self.L, ceil_div(self.stop, self.L))
+
+        def copied(t: Tensor) -> Tensor:
+            return t.unflatten(1, (self.rows, -1))[:, :, tiles].flatten(1, 2).contiguous()
+
+        found: Tensor = self.recorder.do(copied, x)
+        return found
