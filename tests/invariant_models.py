@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def build(case: str, dtype: torch.dtype = torch.float32, **fields: Any) -> LanguageModel:
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(**SMALL | CASES[case] | fields))
+    model = LanguageModel(ModelConfig.from_dict(SMALL | CASES[case] | fields))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))

@@ -22,7 +22,7 @@ MIXTURES = [
 def make(layers: tuple[str, ...] = MIXTURES[0], dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
     """Return a model whose gates and norms are random too, in eval mode."""
     torch.manual_seed(0)
-    model = TflaForCausalLM(TflaConfig(**SIZES | {"layers": layers} | fields)).to(dtype).eval()
+    model = TflaForCausalLM(TflaConfig.from_dict(SIZES | {"layers": layers} | fields)).to(dtype).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "gate.weight" in name or "norm" in name:

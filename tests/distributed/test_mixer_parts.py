@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 
 def layer(mixer: str, window: int | None = None, sinks: bool = False) -> SequenceMixer:
     torch.manual_seed(0)
-    config = ModelConfig(**CONFIG, mixer=mixer, window=window, attention_sinks=sinks)  # type: ignore[arg-type]
+    config = ModelConfig.from_dict(CONFIG | {"mixer": mixer, "window": window, "attention_sinks": sinks})
     return MIXERS[mixer](config).double()  # type: ignore[call-arg]
 
 
@@ -311,7 +311,7 @@ def _generated_by_all(ids: torch.Tensor, order: str) -> torch.Tensor:
 def hybrid() -> LanguageModel:
     torch.manual_seed(0)
     layers = ("mlstm_exp", "gated_delta_net", "retnet", "attention")
-    return LanguageModel(ModelConfig(**CONFIG | {"num_blocks": 4, "layers": layers})).double()
+    return LanguageModel(ModelConfig.from_dict(CONFIG | {"num_blocks": 4, "layers": layers})).double()
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -331,7 +331,7 @@ def test_a_shared_prompt_is_continued_by_steps(pool: Pool, order: str, sharded: 
 def recurrent() -> LanguageModel:
     torch.manual_seed(0)
     layers = ("mlstm_exp", "gated_delta_net", "mamba2", "retnet")
-    return LanguageModel(ModelConfig(**CONFIG | {"num_blocks": 4, "layers": layers})).double()
+    return LanguageModel(ModelConfig.from_dict(CONFIG | {"num_blocks": 4, "layers": layers})).double()
 
 
 PACKED = [[0, 5, 5, 17, 24], [0, 10, 11, 11, 24]]  # two parts of four sequences, some without a token in one of them
@@ -398,7 +398,7 @@ def _verified_by_sharded_model(group: dist.ProcessGroup, *, mixers: tuple[str, .
     for shared in (False, True):
         torch.manual_seed(0)
         layers = {"num_blocks": len(mixers), "layers": mixers}
-        model = LanguageModel(ModelConfig(**CONFIG | layers)).double()
+        model = LanguageModel(ModelConfig.from_dict(CONFIG | layers)).double()
         if shared:
             parallelize(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)))
         with torch.no_grad():

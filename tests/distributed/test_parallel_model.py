@@ -119,7 +119,7 @@ def make_model(dtype: torch.dtype, mixer: str = "mlstm_exp", **fields: Any) -> L
         "d_model": 32, "num_blocks": 2, "num_heads": 4, "vocab_size": 33, "mixer": mixer, "ffn_multiple": 8,
         "input_gate_bias": -1.0, "mamba_head_dim": 16, "mamba_state_dim": 8,
     }  # fmt: skip
-    config = ModelConfig(**given | fields)
+    config = ModelConfig.from_dict(given | fields)
     torch.manual_seed(0)
     model = LanguageModel(config).to(dtype)
     with torch.no_grad():  # gates start with weights of 0, which would hide a gradient that is not reduced

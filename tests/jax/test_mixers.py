@@ -41,7 +41,7 @@ def models(folder: Path, **fields: Any) -> tuple[tfla.nn.LanguageModel, Language
         "d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 50, "ffn_multiple": 16, "mamba_head_dim": 16,
         "mamba_state_dim": 8, "negative_eigenvalues": True, "chunk_size": 8,
     }  # fmt: skip
-    ours = tfla.nn.LanguageModel(ModelConfig(**small | fields)).double()
+    ours = tfla.nn.LanguageModel(ModelConfig.from_dict(small | fields)).double()
     with torch.no_grad():
         for name, p in ours.named_parameters():
             if "norm" in name or name.endswith((".D", "up.bias", "sinks.logits")):

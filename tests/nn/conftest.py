@@ -27,7 +27,7 @@ def check_close(a: Tensor, b: Tensor) -> None:
 
 def build(mixer: str = "mlstm_exp", dtype: torch.dtype = torch.float64, seed: int = 0, **fields: Any) -> LanguageModel:
     torch.manual_seed(seed)
-    config = ModelConfig(mixer=mixer, **TINY | {"input_gate_bias": -1.0} | fields)
+    config = ModelConfig.from_dict(TINY | {"mixer": mixer, "input_gate_bias": -1.0} | fields)
     model = LanguageModel(config)
     with torch.no_grad():
         for p in model.parameters():

@@ -198,7 +198,7 @@ def test_gradients_of_activations_are_exact_and_finite(name: str) -> None:
 def test_the_option_is_checked_and_kept() -> None:
     with pytest.raises(ValueError, match="batch_invariant: got 1, expected True or False"):
         ModelConfig(**SMALL | {"batch_invariant": 1})
-    config = ModelConfig(**SMALL)
+    config = ModelConfig.from_dict(SMALL)
     assert ModelConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match="mesh: got tp of size 3, expected 1 for a model with batch_invariant=True"):
         check_model(LanguageModel(config), {"tp": 3})

@@ -38,7 +38,7 @@ RECURRENT = [name for name in CASES if "attention" not in name and "window" not 
 
 def build(case: str, dtype: torch.dtype = torch.float64, **fields: Any) -> LanguageModel:
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(**SMALL | CASES[case] | fields))
+    model = LanguageModel(ModelConfig.from_dict(SMALL | CASES[case] | fields))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -229,7 +229,7 @@ def test_the_size_of_states(case: str, ids: Tensor) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_loss_falls(case: str, autocast: bool) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(**SMALL | CASES[case]))
+    model = LanguageModel(ModelConfig.from_dict(SMALL | CASES[case]))
     ids = (torch.arange(17) * torch.tensor([[1], [3]])) % 11
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

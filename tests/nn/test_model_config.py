@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.config import Mixer
 
 # name, heads -> d_model, blocks, dhv, ffn, vocabulary; table 4, and xLSTM-7B
 NAMED = {
@@ -126,7 +130,7 @@ def test_a_wrong_field_is_named_with_its_value(field: str, value: object) -> Non
 def test_attention_needs_even_heads() -> None:
     with pytest.raises(ValueError, match=r"num_heads: got 2, expected an even d_model / num_heads"):
         ModelConfig(d_model=6, num_blocks=1, num_heads=2, mixer="attention")
-    ModelConfig(d_model=6, num_blocks=1, num_heads=3, mixer="attention", qk_factor=0.3)  # which attention ignores
+    ModelConfig(d_model=6, num_blocks=1, num_heads=3, mixer="attention")
 
 
 def test_config_survives_json_and_is_frozen() -> None:
@@ -179,6 +183,15 @@ def test_layers_are_repeated_over_the_blocks() -> None:
         ({"layers": "gla"}, r"layers: got 'gla', expected None or a sequence of "),
         ({"layers": []}, r"layers: got \(\), expected None or a sequence of "),
         ({"layers": ["gla"], "mixer": "kda"}, r"mixer: got 'kda', expected no mixer together with layers"),
+        (
+            {"conv_size": 7},
+            r"conv_size: got 7, .* 'mlstm_exp': only 'mamba2', 'delta_net', 'gated_delta_net', 'kda' have",
+        ),
+        ({"mixer": "gla", "window": 8}, r"window: got 8, expected None with 'gla': only 'attention' has it$"),
+        (
+            {"layers": ["kda", "retnet", "attention"], "rope_base": 5e3},  # two blocks, and none with attention
+            r"rope_base: got 5000.0, expected 10000.0 with 'kda', 'retnet': only 'attention' has it$",
+        ),
         ({"mixer": "gla", "key_width": 0.01}, r"key_width: got 0.01, expected one that makes key_width \* 32 / 2 a "),
         ({"mixer": "retnet", "key_width": 15 / 16}, r"num_heads: got 2, expected one that makes retnet's key dim"),
         ({"layers": ["gla", "mamba2"], "mamba_head_dim": 48}, r"mamba_head_dim: got 48, expected a divisor of .*, 64"),
@@ -190,6 +203,80 @@ def test_layers_are_repeated_over_the_blocks() -> None:
 def test_fields_of_mixers_are_checked(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         ModelConfig(**{"d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 11} | fields)
+
+
+OTHER_VALUES = {
+    "qk_factor": 0.25, "gate_soft_cap": 3.0, "head_norm": "rms", "head_norm_eps": 1e-4, "input_gate_bias": -1.0,
+    "input_gate_trainable": False, "forget_gate_bias": (1.0, 2.0), "key_width": 0.25, "value_width": 0.25,
+    "conv_size": 3, "negative_eigenvalues": True, "mamba_expand": 4, "mamba_head_dim": 32, "mamba_state_dim": 16,
+    "num_kv_heads": 1, "window": 3, "attention_sinks": True, "rope_base": 5.0, "chunk_size": 64, "backend": "chunkwise",
+}  # fmt: skip
+READERS = {f.name: f.metadata["mixers"] for f in dataclasses.fields(ModelConfig) if f.metadata}
+OF_ALL = {
+    "d_model", "num_blocks", "num_heads", "mixer", "layers", "vocab_size", "ffn_factor", "ffn_multiple",
+    "logit_soft_cap", "norm_eps", "batch_invariant",
+}  # fmt: skip
+SIZES = {"d_model": 32, "num_blocks": 1, "num_heads": 2, "vocab_size": 11}
+
+
+def test_each_option_has_its_mixers() -> None:
+    assert READERS.keys() == OTHER_VALUES.keys()
+    assert {f.name for f in dataclasses.fields(ModelConfig)} - READERS.keys() == OF_ALL
+
+
+@pytest.mark.parametrize("mixer", get_args(Mixer))
+@pytest.mark.parametrize("option", OTHER_VALUES)
+def test_an_option_changes_a_mixer_or_is_refused(mixer: str, option: str) -> None:
+    """An option that is taken changes an attribute or a weight of the layer; one that is refused has no part in it."""
+    fields, other = SIZES | {"mixer": mixer}, {option: OTHER_VALUES[option]}
+
+    def layer(config: ModelConfig) -> dict[str, object]:
+        torch.manual_seed(0)
+        built = LanguageModel(config).blocks[0].mixer
+        found: dict[str, object] = {}
+        for name, module in built.named_modules():
+            kept = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            found |= {f"{name}.{key}": repr(value) for key, value in kept.items()}
+        return found | {name: (p.tolist(), p.requires_grad) for name, p in built.named_parameters()}
+
+    plain, stored = layer(ModelConfig(**fields)), ModelConfig.from_dict(fields | other)
+    if mixer in READERS[option]:
+        assert ModelConfig(**fields | other) == stored
+        assert layer(stored) != plain
+    else:
+        with pytest.raises(ValueError, match=f"^{option}: got .* with '{mixer}': only '.* (has|have) it$"):
+            ModelConfig(**fields | other)
+        with pytest.raises(ValueError, match=f"^{option}: got .* with '{mixer}'"):
+            ModelConfig.from_dict(fields, other)
+        assert layer(stored) == plain
+
+
+@pytest.mark.parametrize("option", OTHER_VALUES)
+def test_an_option_that_nobody_reads_stays_with_a_config(option: str) -> None:
+    """What another config or a stored one has is no error, whatever is made of it."""
+    mixer = next(name for name in get_args(Mixer) if name not in READERS[option])
+    other = {option: OTHER_VALUES[option]}
+    reading = ModelConfig(**SIZES, mixer=READERS[option][0], **other)  # type: ignore[arg-type]
+    stored = ModelConfig.from_dict(json.loads(json.dumps(SIZES | {"mixer": mixer} | other)))
+    assert dataclasses.replace(reading, mixer=mixer) == stored
+    for again in (
+        ModelConfig.from_dict(json.loads(json.dumps(stored.to_dict()))), ModelConfig.from_dict(stored.to_dict(), other),
+        pickle.loads(pickle.dumps(stored)), copy.deepcopy(stored), dataclasses.replace(stored, **other),
+    ):  # fmt: skip
+        assert (again, hash(again)) == (stored, hash(stored))
+        assert getattr(dataclasses.replace(again, num_blocks=2), option) == other[option]
+    assert dataclasses.replace(stored, mixer=reading.mixer) == reading
+    plain = ModelConfig(**SIZES, mixer=mixer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^{option}: got "):
+        dataclasses.replace(plain, **other)
+
+
+def test_blocks_of_a_pattern_take_the_options_of_all_its_mixers() -> None:
+    config = ModelConfig(**SIZES | {"num_blocks": 2}, layers=("gla", "attention"), window=7, key_width=0.25)
+    model = LanguageModel(config)
+    assert (model.blocks[0].mixer.qk_head_dim, model.blocks[1].mixer.window) == (4, 7)
+    assert config.for_block(0).window == 7
+    assert dataclasses.replace(config, num_blocks=1).window == 7
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,22 @@ def test_device_dtype_and_overrides(tmp_path: Path, make_model: Make, ids: Tenso
     torch.testing.assert_close(loaded(ids).float(), model(ids), rtol=1e-4, atol=1e-4)
 
 
+def test_options_that_nobody_reads_are_loaded_but_not_given(tmp_path: Path, make_model: Make, ids: Tensor) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"conv_size": 7, "window": 4}))
+    loaded = LanguageModel.from_pretrained(tmp_path, backend="reference", window=4)
+    assert (loaded.config.conv_size, loaded.config.window, loaded.config.backend) == (7, 4, "reference")
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path)(ids), model(ids))
+    loaded.save_pretrained(tmp_path / "again")
+    assert LanguageModel.from_pretrained(tmp_path / "again").config == loaded.config
+    with pytest.raises(
+        ValueError, match=r"config\.json: window: got 5, expected None with 'mlstm_exp': only 'attention'"
+    ):
+        LanguageModel.from_pretrained(tmp_path, window=5)
+
+
 def test_files_are_replaced_atomically(tmp_path: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     old = make_model(seed=0)
     old.save_pretrained(tmp_path)

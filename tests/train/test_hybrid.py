@@ -20,12 +20,13 @@ def test_a_hybrid_is_trained_and_writes_text(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: list[str], reset: str
 ) -> None:
     run = str(tmp_path / "run")
+    own = ["--model.mamba-head-dim", "16", "--model.mamba-state-dim", "8"] if "mamba2" in layers else []
+    own += ["--model.window", "16"] if "attention" in layers else []
     args = [
         "train", "--run", run, "--data.paths", str(texts), "--data.heldout", "0.2", "--model.d-model", "32",
-        "--model.num-blocks", "4", "--model.num-heads", "2", "--model.layers", *layers, "--model.mamba-head-dim", "16",
-        "--model.mamba-state-dim", "8", "--model.window", "16", "--batch-size", "4", "--context", "24",
-        "--eval-every", "20", "--checkpoint-every", "10", "--no-tensorboard", "--device", "cpu", "--optim.lr", "1e-2",
-        "--reset", reset,
+        "--model.num-blocks", "4", "--model.num-heads", "2", "--model.layers", *layers, *own, "--batch-size", "4",
+        "--context", "24", "--eval-every", "20", "--checkpoint-every", "10", "--no-tensorboard", "--device", "cpu",
+        "--optim.lr", "1e-2", "--reset", reset,
     ]  # fmt: skip
     assert main([*args, "--steps", "10"]) == 0
     assert main([*args, "--steps", "20"]) == 0

@@ -17,7 +17,7 @@ from tfla.train.logging import Metrics, read_metrics
 from tfla.train.loop import train
 from tfla.train.run_folder import read_run_config
 
-CHANGED = {"mixer": "attention", "head_norm": "rms", "head_norm_eps": 1e-3, "chunk_size": 16}
+CHANGED = {"mixer": "mlstm_sig", "head_norm": "rms", "head_norm_eps": 1e-3, "chunk_size": 16}
 BARE = {"qk_factor": 1.0, "norm_eps": 1e-5, "forget_gate_bias": (1.0, 2.0)}  # which no option of a run names
 
 
@@ -109,7 +109,7 @@ def test_fields_without_an_option_are_those_of_the_saved_model(texts, tmp_path):
     ("options", "message"),
     [
         (["--model.d-model=64"], "model.d_model: got 64, expected 32, which "),
-        (["--model.mixer=mlstm_exp"], "model.mixer: got 'mlstm_exp', expected 'attention', which "),
+        (["--model.mixer=mlstm_exp"], "model.mixer: got 'mlstm_exp', expected 'mlstm_sig', which "),
         (["--model.size=160M"], f"model.d_model: got {SIZES['160M'].d_model}, expected 32, which "),
         (["--model.backend=nope"], "model.backend: got 'nope', allowed are "),
         (["--data.tokenizer=WORDS"], "data.tokenizer: got WORDS, whose tokens are not those of "),

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def config(**changes) -> ModelConfig:
-    return ModelConfig(**{"d_model": 128, "num_blocks": 3, "num_heads": 2, "vocab_size": 257, **changes})
+    return ModelConfig.from_dict({"d_model": 128, "num_blocks": 3, "num_heads": 2, "vocab_size": 257, **changes})
 
 
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig", "attention"])

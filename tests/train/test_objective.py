@@ -23,7 +23,7 @@ def model(mixer: str, dtype: torch.dtype, backend: str | None = None) -> Languag
     """Return a model whose logits depend on its gates and its memory."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "num_blocks": 2, "num_heads": 2, "vocab_size": 10}
-    net = LanguageModel(ModelConfig(**sizes, mixer=mixer, input_gate_bias=0, backend=backend))
+    net = LanguageModel(ModelConfig.from_dict(sizes | {"mixer": mixer, "input_gate_bias": 0, "backend": backend}))
     with torch.no_grad():
         for p in net.parameters():
             p.add_(0.2 * torch.randn_like(p))

@@ -32,7 +32,7 @@ WIDTH = 2048
 def config_of(mixer: str, **fields: Any) -> ModelConfig:
     """Return the config of a model of one block, with other values of its fields where they are given."""
     given: dict[str, Any] = {"d_model": WIDTH, "num_blocks": 1, "vocab_size": 1, "mixer": mixer}
-    return ModelConfig(**given | HEADS[mixer] | fields)
+    return ModelConfig.from_dict(given | HEADS[mixer] | fields)
 
 
 def build(problem: Problem, mixer: str, **fields: Any) -> tuple[SequenceMixer, ModelConfig]:

@@ -14,9 +14,9 @@ Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
 
 def random_model(problem: Problem, mixer: Mixer, blocks: int, vocab: int) -> LanguageModel:
     """Return a model with the heads and on the device of a problem, in torch's default dtype."""
-    config = ModelConfig(
-        d_model=problem.H * problem.dhv, num_blocks=blocks, num_heads=problem.H, mixer=mixer, vocab_size=vocab,
-        qk_factor=problem.dqk / problem.dhv,
-    )  # fmt: skip
+    fields = {
+        "d_model": problem.H * problem.dhv, "num_blocks": blocks, "num_heads": problem.H, "mixer": mixer,
+        "vocab_size": vocab, "qk_factor": problem.dqk / problem.dhv,
+    }  # fmt: skip
     with torch.device(problem.device):
-        return LanguageModel(config)
+        return LanguageModel(ModelConfig.from_dict(fields))  # attention has no qk_factor

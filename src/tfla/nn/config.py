@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from tfla.backends import BACKENDS
@@ -39,12 +39,31 @@ PAPER_WIDTHS: dict[str, tuple[float, float]] = {
     "kda": (1.0, 1.0),
 }
 
+# The metadata of options: the mixers that read them.
+_MLSTM = {"mixers": ("mlstm_exp", "mlstm_sig")}
+_RECURRENT = {"mixers": get_args(Mixer)[:-1]}
+_WIDTHS = {"mixers": tuple(PAPER_WIDTHS)}
+_CONVOLVED = {"mixers": ("mamba2", "delta_net", "gated_delta_net", "kda")}
+_DELTA = {"mixers": ("delta_net", "gated_delta_net", "kda")}
+_MAMBA = {"mixers": ("mamba2",)}
+_ATTENTION = {"mixers": ("attention",)}
+
 MAX_SIZE = 2**31 - 1  # the largest size; products of two sizes fit into 64 bits
+
+
+class _Values:
+    """A descriptor whose value is the fields of a config by name; None for the class, and so where nothing is given."""
+
+    def __get__(self, config: ModelConfig | None, owner: object = None) -> dict[str, Any] | None:
+        return None if config is None else vars(config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture of a :class:`LanguageModel`; the defaults are the paper's (appendix E.2).
+
+    Another value than the default for an option that no mixer of the blocks reads is an error. It is none where
+    ``dataclasses.replace`` keeps the value, for example with another mixer, or where :meth:`from_dict` reads it.
 
     Attributes:
         d_model: width of the residual stream.
@@ -62,7 +81,7 @@ class ModelConfig:
         gate_soft_cap: c of (110) for the pre-activations of the input and the forget gate.
         logit_soft_cap: c of (110) for the logits.
         norm_eps: epsilon of the RMSNorms.
-        head_norm_eps: epsilon of the mLSTM's norm over each head.
+        head_norm_eps: epsilon of the norm over each head, and of that over all of mamba2's channels.
         head_norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         input_gate_bias: initial bias of the input gate of every head.
         input_gate_trainable: False freezes the input gate at weights 0 and its initial bias.
@@ -88,7 +107,8 @@ class ModelConfig:
             last bit. It takes time, see docs/numerics.md.
 
     Raises:
-        ValueError: a field is out of range; the message names it, what was given and what is allowed.
+        ValueError: a field is out of range, or no mixer of the blocks reads it; the message names the field, what was
+            given and what is allowed.
     """
 
     d_model: int
@@ -97,39 +117,51 @@ class ModelConfig:
     mixer: Mixer = "mlstm_exp"
     layers: tuple[Mixer, ...] | None = None
     vocab_size: int = 50257
-    qk_factor: float = 0.5
+    qk_factor: float = dataclasses.field(default=0.5, metadata=_MLSTM)
     ffn_factor: float = 8 / 3
     ffn_multiple: int = 64
-    gate_soft_cap: float = 15.0
+    gate_soft_cap: float = dataclasses.field(default=15.0, metadata=_MLSTM)
     logit_soft_cap: float = 30.0
     norm_eps: float = 1e-6
-    head_norm_eps: float = 1e-6
-    head_norm: HeadNormKind = "layer"
-    input_gate_bias: float = -10.0
-    input_gate_trainable: bool = True
-    forget_gate_bias: tuple[float, float] = (3.0, 6.0)
-    key_width: float | None = None
-    value_width: float | None = None
-    conv_size: int = 4
-    negative_eigenvalues: bool = False
-    mamba_expand: int = 2
-    mamba_head_dim: int = 64
-    mamba_state_dim: int = 128
-    num_kv_heads: int | None = None
-    window: int | None = None
-    attention_sinks: bool = False
-    rope_base: float = 10_000.0
-    chunk_size: int | None = None
-    backend: str | None = None
+    head_norm_eps: float = dataclasses.field(default=1e-6, metadata=_RECURRENT)
+    head_norm: HeadNormKind = dataclasses.field(default="layer", metadata=_MLSTM)
+    input_gate_bias: float = dataclasses.field(default=-10.0, metadata=_MLSTM)
+    input_gate_trainable: bool = dataclasses.field(default=True, metadata=_MLSTM)
+    forget_gate_bias: tuple[float, float] = dataclasses.field(default=(3.0, 6.0), metadata=_MLSTM)
+    key_width: float | None = dataclasses.field(default=None, metadata=_WIDTHS)
+    value_width: float | None = dataclasses.field(default=None, metadata=_WIDTHS)
+    conv_size: int = dataclasses.field(default=4, metadata=_CONVOLVED)
+    negative_eigenvalues: bool = dataclasses.field(default=False, metadata=_DELTA)
+    mamba_expand: int = dataclasses.field(default=2, metadata=_MAMBA)
+    mamba_head_dim: int = dataclasses.field(default=64, metadata=_MAMBA)
+    mamba_state_dim: int = dataclasses.field(default=128, metadata=_MAMBA)
+    num_kv_heads: int | None = dataclasses.field(default=None, metadata=_ATTENTION)
+    window: int | None = dataclasses.field(default=None, metadata=_ATTENTION)
+    attention_sinks: bool = dataclasses.field(default=False, metadata=_ATTENTION)
+    rope_base: float = dataclasses.field(default=10_000.0, metadata=_ATTENTION)
+    chunk_size: int | None = dataclasses.field(default=None, metadata=_RECURRENT)
+    backend: str | None = dataclasses.field(default=None, metadata=_RECURRENT)
     batch_invariant: bool = False
+    # Fields that another config or a stored one has, and that the caller has not given; dataclasses.replace passes it.
+    _kept: InitVar[Mapping[str, Any] | None] = _Values()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _kept: Mapping[str, Any] | None) -> None:
         for field in ("forget_gate_bias", "layers"):
-            if isinstance(getattr(self, field), list):  # JSON has no tuples
-                object.__setattr__(self, field, tuple(getattr(self, field)))
+            object.__setattr__(self, field, _hashable(getattr(self, field)))
         self._check_fields()
         for mixer in self.mixer_counts:
             self._check_mixer(mixer)
+        self._check_unread(_kept or {})
+
+    def _check_unread(self, kept: Mapping[str, Any]) -> None:
+        """Raise ValueError where an option that no mixer of the blocks reads has a value that was not kept."""
+        mixers = sorted(self.mixer_counts)
+        for option in dataclasses.fields(self):
+            readers, given = option.metadata.get("mixers", mixers), getattr(self, option.name)
+            if given != option.default and not set(readers) & {*mixers} and kept.get(option.name) != given:
+                chosen, having = (", ".join(map(repr, names)) for names in (mixers, readers))
+                allowed = f"{option.default!r} with {chosen}: only {having} {'has' if len(readers) == 1 else 'have'} it"
+                _require(False, option.name, given, allowed)
 
     def _check_fields(self) -> None:
         """Raise ValueError where a field is out of range."""
@@ -307,21 +339,26 @@ class ModelConfig:
         return cls(**fields)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
+    def from_dict(cls, fields: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
         """Return the config whose :meth:`to_dict` is given.
+
+        Args:
+            fields: the stored fields. Options that no mixer of the blocks reads are kept as they are, without effect.
+            overrides: other values of some fields, checked as the constructor does; such options are errors.
 
         Raises:
             TypeError: fields is not a mapping.
-            ValueError: a field is unknown, missing or out of range.
+            ValueError: a field is unknown, missing or out of range, or no mixer reads an option of overrides.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"fields: got {type(fields).__name__}, expected a mapping such as to_dict returns")
         allowed = {f.name for f in dataclasses.fields(cls)}
         needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        unknown, missing = sorted(map(str, set(fields) - allowed)), sorted(needed - set(fields))
+        given = {**fields, **(overrides or {})}
+        unknown, missing = sorted(map(str, set(given) - allowed)), sorted(needed - set(given))
         _require(not unknown, "fields", unknown, f"only {', '.join(sorted(allowed))}")
-        _require(not missing, "fields", sorted(fields), f"also {', '.join(missing)}")
-        return cls(**fields)
+        _require(not missing, "fields", sorted(given), f"also {', '.join(missing)}")
+        return cls(**given, _kept={name: _hashable(value) for name, value in fields.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as values that JSON can hold."""
@@ -345,6 +382,11 @@ def _head_dim(width: float, d_model: int, num_heads: int) -> int | None:
     """
     dim = width * d_model / num_heads
     return round(dim) if round(dim) >= 1 and abs(dim - round(dim)) <= 1e-9 * dim else None
+
+
+def _hashable(value: Any) -> Any:
+    """Return a value as a config has it: a tuple for a list, since JSON has no tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _require(ok: bool, field: str, given: object, allowed: str) -> None:

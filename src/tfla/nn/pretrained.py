@@ -70,7 +70,7 @@ def read_config(directory: Path, overrides: dict[str, Any] | None = None) -> Mod
             raise ValueError(f"got a JSON {type(fields).__name__}, expected an object")
         if "model_type" in fields:
             raise ValueError(_other_layout(fields["model_type"]))
-        return ModelConfig.from_dict(fields | (overrides or {}))
+        return ModelConfig.from_dict(fields, overrides)
     except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
         raise ValueError(f"{path}: {error}") from error
 

@@ -130,20 +130,36 @@ class Model:
     backend: str | None = None
     """Backend of the operator; None lets it choose."""
 
-    def build(self, vocab_size: int) -> ModelConfig:
+    def build(self, vocab_size: int, saved: Model | None = None) -> ModelConfig:
         """Return the config of the model for a vocabulary of ``vocab_size`` tokens.
 
+        Args:
+            vocab_size: the number of tokens.
+            saved: the options of the run so far; what they have as well is no error where no mixer reads it.
+
         Raises:
-            UserError: the fields do not fit together.
+            UserError: the fields do not fit together, or no mixer of the blocks reads an option.
         """
         self.check()
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "size"}
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         try:
-            if self.size is not None:
-                return ModelConfig.named(self.size, vocab_size=vocab_size, **fields)
-            return ModelConfig(**{"d_model": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": vocab_size, **fields})
+            if fields.pop("size", None) is None:
+                sizes = {"d_model": 256, "num_blocks": 4, "num_heads": 4}
+            else:
+                sizes = ModelConfig.named(str(self.size), self.num_heads).to_dict()
+            return self.override(sizes | {"vocab_size": vocab_size}, fields, saved)
         except ValueError as error:
             raise UserError(f"model: {error}") from error
+
+    @staticmethod
+    def override(config: dict[str, Any], fields: dict[str, Any], saved: Model | None) -> ModelConfig:
+        """Return a config with other values of some fields, of which those of the run so far are not checked again.
+
+        Raises:
+            ValueError: a field is out of range, or no mixer of the blocks reads an option.
+        """
+        kept = {name: value for name, value in fields.items() if saved is not None and getattr(saved, name) == value}
+        return ModelConfig.from_dict(config | kept, {k: v for k, v in fields.items() if k not in kept})
 
     def check(self) -> None:
         """Raise UserError for values that no model can have; :meth:`build` checks how the fields fit together."""

@@ -15,6 +15,7 @@ from tfla.train.config import Data
 
 BLOCK_BYTES = 1 << 18  # bytes of a document that are in memory at once
 JSON_LINES = (".jsonl", ".ndjson")
+ONE_SPLIT, SPLITS = "state.json", "dataset_dict.json"  # which save_to_disk writes for a dataset, and for several
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,36 @@ class Documents:
                 yield file
 
 
+def unread_options(config: Data) -> dict[str, str]:
+    """Return the options that differ from their defaults but are not read, by name, and why not."""
+    found: dict[str, str] = {}
+    if config.dataset is None:
+        found["dataset_split"] = "without data.dataset, which it is for"
+        if not _names_json_lines(config):
+            found["dataset_field"] = f"without data.dataset or files that end in {' or '.join(JSON_LINES)}"
+    else:
+        found |= dict.fromkeys(("suffixes", "exclude", "binary"), "with data.dataset, but it is for data.paths")
+        saved = _saved_dataset(config.dataset)
+        without = f"for {config.dataset!r}, which save_to_disk has written without it"
+        if saved is not None:
+            found |= dict.fromkeys(("dataset_config", "dataset_files"), without)
+        if saved == ONE_SPLIT:
+            found["dataset_split"] = without
+    return {name: why for name, why in found.items() if getattr(config, name) != getattr(Data(), name)}
+
+
+def _names_json_lines(config: Data) -> bool:
+    """Return whether files of JSON lines may be among those that a config names."""
+    endings = ((ending, suffix) for ending in JSON_LINES for suffix in config.suffixes)
+    of_folders = any(ending.endswith(suffix) or suffix.endswith(ending) for ending, suffix in endings)
+    return of_folders or any(str(path).endswith(JSON_LINES) for path in config.paths)
+
+
+def _saved_dataset(name: str) -> str | None:
+    """Return the file by which a folder is one that save_to_disk wrote; None if it is none."""
+    return next((file for file in (ONE_SPLIT, SPLITS) if os.path.isfile(os.path.join(name, file))), None)
+
+
 def find_files(config: Data) -> list[Path]:
     """Return the files that ``config.paths`` names, sorted within each folder and without duplicates.
 
@@ -207,7 +238,7 @@ def _load_rows(config: Data) -> Any:
         raise UserError('data.dataset needs the library datasets: pip install "tfla[datasets]"') from error
     name = str(config.dataset)
     try:
-        if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
+        if _saved_dataset(name) is not None:
             loaded = datasets.load_from_disk(name)
             rows = loaded[config.dataset_split] if isinstance(loaded, dict) else loaded
         else:

@@ -46,19 +46,23 @@ def saved_options(path: Path) -> tuple[Model, Data]:
     return Model(**fields), Data(tokenizer=str(folder / TOKENIZER_FILE), bos_token=saved_tokenizer.bos_token)
 
 
-def architecture(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | None) -> ModelConfig:
+def architecture(
+    config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | None, old: Model | None = None
+) -> ModelConfig:
     """Return the architecture of a run's model: that of its options, or with init_from that of the saved model.
 
     Args:
         config: the options of the run.
         tokenizer: the tokenizer of the run.
         checkpoint: the newest checkpoint of the run, None if it has none.
+        old: the options of the model that the run was started with; None if it is new. They are no errors where no
+            mixer reads them.
 
     Raises:
         UserError: options fit neither each other nor the saved model; the message names them.
     """
     if config.init_from is None:
-        return config.model.build(tokenizer.vocab_size)
+        return config.model.build(tokenizer.vocab_size, old)
     config.model.check()
     folder = checkpoint or find_model(config.init_from)
     saved = _read(folder)
@@ -72,7 +76,7 @@ def architecture(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | N
         )
     overrides = {name: getattr(config.model, name) for name in OVERRIDABLE if name != "size"}
     try:
-        return dataclasses.replace(saved, **overrides)
+        return Model.override(saved.to_dict(), overrides, old)
     except ValueError as error:
         raise UserError(f"model: {error}") from error
 

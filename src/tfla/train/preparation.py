@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tfla._util.errors import notice
+from tfla._util.errors import UserError, notice
 from tfla._util.files import remove_directory
 from tfla.nn import ModelConfig
 from tfla.train.checkpoint import step_of
 from tfla.train.config import TrainConfig
 from tfla.train.data import Batches, Tokens, heldout_windows, prepare_tokens
+from tfla.train.documents import unread_options
 from tfla.train.initial import architecture, check_backend
 from tfla.train.layout import autocast_of, check_layout, tokens_of_pass, uses_bfloat16
 from tfla.train.memory import Sharing, check_memory
@@ -37,13 +38,17 @@ def prepare_run(config: TrainConfig, run: Path, latest: Path | None, ranks: Rank
     old = read_run_config(run)
     shared = ranks.rows[1] * ranks.steps.parts > 1
     check_changes(old, config, None if latest is None else step_of(latest), sharing=shared)
+    for name, why in unread_options(config.data).items():
+        given = getattr(config.data, name)
+        if old is None or getattr(old.data, name) != given:
+            raise UserError(f"data.{name}: got {given!r} {why}")
     text_changed = old is not None and (old.data, old.init_from) != (config.data, config.init_from)
     reuse_tokens = (run / TOKENS_FOLDER).exists() and not text_changed
     if reuse_tokens:
         tokenizer = load_tokenizer(run / TOKENS_FOLDER)
     else:
         tokenizer = create_tokenizer(config.data.tokenizer, config.data.bos_token)
-    model = architecture(config, tokenizer, latest)
+    model = architecture(config, tokenizer, latest, None if old is None else old.model)
     Schedule(config.optim, config.steps)  # raises if its lengths do not fit
     check_layout(config, model, ranks)
     device = ranks.device

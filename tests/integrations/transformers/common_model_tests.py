@@ -64,9 +64,11 @@ class TflaModelTester:
                 hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=16, n_groups=1, chunk_size=8,
                 vocab_size=99, bos_token_id=0, eos_token_id=1, pad_token_id=98,
             )
+        layers = os.environ["TFLA_LAYERS"].split()
+        mamba = {"mamba_head_dim": 16, "mamba_state_dim": 16} if "mamba2" in layers else {}
         return TflaConfig(
-            d_model=32, num_blocks=2, num_heads=2, vocab_size=99, layers=os.environ["TFLA_LAYERS"].split(),
-            mamba_head_dim=16, mamba_state_dim=16, bos_token_id=0, eos_token_id=1, pad_token_id=98,
+            d_model=32, num_blocks=2, num_heads=2, vocab_size=99, layers=layers,
+            bos_token_id=0, eos_token_id=1, pad_token_id=98, **mamba,
         )
 
     def prepare_config_and_inputs_for_common(self):

@@ -43,7 +43,9 @@ def test_log_likelihoods_are_those_of_the_language_model(tmp_path: Path, monkeyp
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(**SIZES | {"vocab_size": 257, "num_blocks": 2}, layers=("kda", "attention")))
+    model = LanguageModel(
+        ModelConfig.from_dict(SIZES | {"vocab_size": 257, "num_blocks": 2, "layers": ("kda", "attention")})
+    )
     model.save_pretrained(tmp_path / "own")
     ByteTokenizer().save(tmp_path / "own")
     export(tmp_path / "own", tmp_path / "hf")

@@ -282,9 +282,29 @@ def test_config_has_the_fields_of_a_model_config() -> None:
     integration.register()
 
 
+def test_a_config_keeps_options_that_nobody_reads_but_takes_none(tmp_path: Path) -> None:
+    given = {"d_model": 48, "num_blocks": 1, "num_heads": 3, "layers": ["retnet"]}
+    with pytest.raises(ValueError, match=r"window: got 4, expected None with 'retnet': only 'attention' has it"):
+        TflaConfig(**given, window=4)
+    stored = TflaConfig.from_dict(given | {"window": 4})
+    stored.save_pretrained(tmp_path)
+    for again in (
+        TflaConfig.from_pretrained(tmp_path), TflaConfig.from_json_file(tmp_path / "config.json"),
+        transformers.AutoConfig.from_pretrained(tmp_path, window=4), TflaConfig(**stored.to_dict()),
+    ):  # fmt: skip
+        assert again.to_model_config() == stored.to_model_config()
+        assert again.window == 4
+    own = LanguageModel(stored.to_model_config())
+    assert TflaForCausalLM.from_language_model(own).config.to_model_config() == own.config
+    found, left = TflaConfig.from_dict(stored.to_dict(), hidden_size=96, revision="x", return_unused_kwargs=True)
+    assert (found.d_model, found.window, left) == (96, 4, {"revision": "x"})
+    with pytest.raises(ValueError, match=r"window: got 5, expected None with 'retnet'"):
+        transformers.AutoConfig.from_pretrained(tmp_path, window=5)
+
+
 def test_export_writes_the_model_and_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    config = ModelConfig(**SIZES | {"vocab_size": 257, "num_blocks": 1}, layers=("gla",))
+    config = ModelConfig.from_dict(SIZES | {"vocab_size": 257, "num_blocks": 1, "layers": ("gla",)})
     own = LanguageModel(config)
     own.save_pretrained(tmp_path / "own")
     ByteTokenizer().save(tmp_path / "own")

@@ -26,7 +26,8 @@ class TflaConfig(PreTrainedConfig):
             its own); and the arguments of every configuration of transformers.
 
     Raises:
-        ValueError: a field is out of range; the message names it, what was given and what is allowed.
+        ValueError: a field is out of range, or no mixer of the blocks reads it; the message names the field, what was
+            given and what is allowed.
     """
 
     model_type = "tfla"
@@ -40,13 +41,29 @@ class TflaConfig(PreTrainedConfig):
             if alias in kwargs:
                 kwargs[name] = kwargs.pop(alias)
         given = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
-        for name, value in ModelConfig.from_dict(SMALLEST_SIZE | given).to_dict().items():
+        stored = given if "model_type" in kwargs else {}  # to_dict and save_pretrained write it
+        for name, value in ModelConfig.from_dict(SMALLEST_SIZE | stored, given).to_dict().items():
             setattr(self, name, value)
         self.use_cache: bool = kwargs.pop("use_cache", True)
         self.tie_word_embeddings: bool = kwargs.pop("tie_word_embeddings", False)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self, token, kwargs.pop(token, None))
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the configuration that :meth:`to_dict` has written, with other values of the fields in kwargs.
+
+        Options that no mixer of the blocks reads are kept as they are, without effect; in kwargs they are errors.
+
+        Raises:
+            ValueError: a field is out of range, or no mixer reads an option of kwargs; the message names it.
+        """
+        stored = {"model_type": cls.model_type, **config_dict}
+        given = {cls.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        changes = {name: value for name, value in given.items() if name in FIELDS}
+        dataclasses.replace(cls(**stored).to_model_config(), **changes)
+        return super().from_dict(stored, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

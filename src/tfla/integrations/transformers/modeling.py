@@ -305,7 +305,7 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel of tfla.nn")
         with torch.device("meta"):
-            found = cls(TflaConfig(**model.config.to_dict(), **kwargs))
+            found = cls(TflaConfig(model_type=TflaConfig.model_type, **model.config.to_dict(), **kwargs))
         tensors = model.state_dict()
         found.load_state_dict({name: tensors[own_name(name)] for name in found.state_dict()}, assign=True)
         return found

@@ -97,7 +97,7 @@ def load_xlstm(
     library_config = _read_json(directory / CONFIG)
     try:
         fields = _library_fields(library_config)
-        config = ModelConfig.from_dict(_model_config(fields) | overrides)
+        config = ModelConfig.from_dict(_model_config(fields), overrides)
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: {error}") from error
     tensors: dict[str, Tensor] = {}

@@ -82,12 +82,13 @@ def model_config(name: str, shape: Shape, vocab_size: int) -> ModelConfig:
 def _config(name: str, shape: Shape, vocab_size: int, ffn_width: int) -> ModelConfig:
     """Return the config of a model with a feed-forward network of that width."""
     d, heads = shape.d_model, shape.num_heads
-    return ModelConfig(
-        d_model=d, num_blocks=shape.num_blocks, num_heads=heads, vocab_size=vocab_size,
-        ffn_factor=ffn_width / d, ffn_multiple=1,
-        qk_factor=shape.state_dim * heads / d, key_width=shape.state_dim * heads / d, value_width=1.0,
-        mamba_head_dim=2 * d // heads, mamba_state_dim=shape.state_dim // 2, **MODELS[name],
-    )  # fmt: skip
+    fields = {
+        "d_model": d, "num_blocks": shape.num_blocks, "num_heads": heads, "vocab_size": vocab_size,
+        "ffn_factor": ffn_width / d, "ffn_multiple": 1,
+        "qk_factor": shape.state_dim * heads / d, "key_width": shape.state_dim * heads / d, "value_width": 1.0,
+        "mamba_head_dim": 2 * d // heads, "mamba_state_dim": shape.state_dim // 2, **MODELS[name],
+    }  # fmt: skip
+    return ModelConfig.from_dict(fields)  # mixers that have other options leave these out
 
 
 @lru_cache
