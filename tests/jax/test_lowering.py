@@ -165,7 +165,7 @@ NAMES_BY_CHANNEL = [*OF_TILES, *OF_TILES, "channel_dv_scan", "channel_gradients"
 
 HOPPER = [
     "chunk_gates", "solve_kernel", "delta_h_kernel",
-    "chunk_gates", "solve_kernel", "delta_dv_dk_kernel", "delta_dq_dk_kernel",
+    "chunk_gates", "delta_dv_dk_kernel", "delta_dq_dk_kernel", "gate_gradients",
 ]  # fmt: skip
 HOPPER_BY_CHANNEL = [
     "channel_operands_kernel", "solve_kernel", "decay_operands", "channel_h_kernel",
