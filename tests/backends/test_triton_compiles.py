@@ -1,9 +1,10 @@
 """Every shipped configuration of the Triton kernels compiles for the supported GPUs and fits them. Needs no GPU.
 
 Each configuration is compiled for Hopper and in turn for two of the others, each kernel in one of its configurations
-for each of them. The records of registers, spills and shared memory are in `compiled/`, one file for each tested version
-of Triton; more than on record is a regression. The first of these commands compiles every configuration for every GPU
-and writes the record, after a change that is meant; the second takes hours and compiles every combination of options:
+for each of them. The records of registers, spills and shared memory are in `compiled/`, one file for each tested
+version of Triton; more than on record is a regression. The first of these commands compiles every configuration for
+every GPU and writes the record, after a change that is meant; the second compiles every combination of options, which
+takes hours:
 
     TFLA_COMPILE=record python -m pytest tests/backends/test_triton_compiles.py
     TFLA_COMPILE=all python -m pytest tests/backends/test_triton_compiles.py
@@ -180,7 +181,8 @@ def record(found: Found) -> None:
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest, kernel_cache: Path) -> tuple[Found, dict[str, list[str]]]:
     """The most that any form of a kernel takes, and by case what did not compile, of the cases that are selected."""
-    selected = {item.callspec.params["case"] for item in request.session.items if item.path == THIS}
+    items = [item for item in request.session.items if item.path == THIS and "compiled" in item.fixturenames]
+    selected = {item.callspec.params["case"] for item in items}
     cases = {case: targets for case, targets in COMPILED.items() if case in selected}
     jobs = [f"{target}:{case}" for case, targets in cases.items() for target in targets]
     answers = compile_kernels(jobs, kernel_cache)

@@ -271,9 +271,14 @@ def _difference_of_compiled(group: dist.ProcessGroup, mixer: str, order: str) ->
     return worst
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    ("mixer", "rounds"), [("attention", False), ("attention", True), ("mamba2", False), ("retnet", False)]
+    ("mixer", "rounds", "order"),
+    [
+        ("attention", False, "zigzag"),
+        ("attention", True, "contiguous"),
+        ("mamba2", False, "contiguous"),
+        ("retnet", False, "zigzag"),
+    ],
 )
 def test_compiled_layers(pool: Pool, mixer: str, rounds: bool, order: str) -> None:
     assert max(pool.run(2, _compiled, mixer=mixer, order=order, rounds=rounds)) <= EXACT
