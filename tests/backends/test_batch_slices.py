@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -35,17 +37,19 @@ def test_same_bits_in_parts(
     model: str, sizes: dict[str, Any], rows: list[tuple[int, int]], steps: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The last call replays the launches of the parts."""
+    """The last call replays the launches of the parts, which keep no tensor of the first one."""
     p = delta_problem(model, **{"B": 2, "T": 65, "H": 1, "Hq": 1, "K": 128, "V": 128, **sizes}, dtype=DTYPE)
     whole = solve(p, True)
     caching.clear_caches()
     found_rows: list[tuple[int, int]] = []
     found_steps: list[tuple[int, int]] = []
+    recorders = []
 
     class Slice(batch_slices.BatchSlice):  # type: ignore[misc, name-defined]
         def __init__(self, ctx: Any, start: int, stop: int) -> None:
             super().__init__(ctx, start, stop)
             found_rows.append((start, stop))
+            recorders.append(weakref.ref(ctx.recorder))
 
     class Part(time_parts.TimePart):  # type: ignore[misc, name-defined]
         def __init__(self, ctx: Any, start: int, stop: int) -> None:
@@ -63,6 +67,8 @@ def test_same_bits_in_parts(
         different = [name for name, x in whole.items() if not torch.equal(x, found[name])]
         assert not different
     assert (found_rows, found_steps) == (rows, steps * len(rows))
+    gc.collect()
+    assert [recorder() for recorder in recorders] == [None] * len(rows)
     caching.clear_caches()
 
 

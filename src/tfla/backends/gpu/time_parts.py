@@ -52,7 +52,8 @@ class TimePart(CallPart):
 
     def view(self, x: Tensor) -> Tensor:
         """Return the steps of x, (B, T, ...)."""
-        found: Tensor = self.recorder.do(lambda t: t[:, self.start : self.stop], x)
+        start, stop = self.start, self.stop  # a recorded step outlives this object, whose recorder has all tensors
+        found: Tensor = self.recorder.do(lambda t: t[:, start:stop], x)
         return found
 
     def fields(self, x: Any) -> Any:
@@ -63,10 +64,10 @@ class TimePart(CallPart):
         """Return a dense copy of what x, (H, tiles, ...), has of the tiles of this part."""
         if self.whole:
             return x
-        tiles = slice(self.start // self.L, ceil_div(self.stop, self.L))
+        rows, tiles = self.rows, slice(self.start // self.L, ceil_div(self.stop, self.L))
 
         def copied(t: Tensor) -> Tensor:
-            return t.unflatten(1, (self.rows, -1))[:, :, tiles].flatten(1, 2).contiguous()
+            return t.unflatten(1, (rows, -1))[:, :, tiles].flatten(1, 2).contiguous()
 
         found: Tensor = self.recorder.do(copied, x)
         return found
