@@ -90,8 +90,8 @@ def test_slices_take_no_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_slices, "processors", lambda device: 132)
     large = batch_slices.SMALLEST
 
-    def sizes(B: int, H: int, shared_by: int, nbytes: int = large, plan: bool = False) -> list[int]:
-        slices = batch_slices.batch_slices(FakeContext(B, H, plan), shared_by, nbytes)
+    def sizes(B: int, H: int, shared_by: int, nbytes: int = large) -> list[int]:
+        slices = batch_slices.batch_slices(FakeContext(B, H), shared_by, nbytes)
         assert slices[0][0] == 0
         assert slices[-1][1] == B
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(slices))
@@ -104,7 +104,7 @@ def test_slices_take_no_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes(5, 32, 1) == [2, 2, 1]
     assert sizes(1, 256, 1) == [1]
     assert sizes(3, 100, 1) == [3]  # 300 take 5 rounds, 100 take 2
-    assert sizes(8, 32, 1, large - 1) == sizes(8, 32, 1, plan=True) == [8]
+    assert sizes(8, 32, 1, large - 1) == [8]
 
 
 def test_parts_are_halves_of_whole_tiles() -> None:

@@ -2,7 +2,8 @@
 
 A tensor that a plan allocates becomes an array of JAX whose memory is not filled. JAX has no arrays that are written
 in place, and a plan does not say which of its tensors a kernel writes. Each allocated tensor that a kernel gets is
-therefore an operand and a result of its call, with one memory for both, and later steps read the result.
+therefore an operand and a result of its call, with one memory for both, and later steps read the result. jaxlib gives a
+kernel its operands and then its results: a tensor can be the kernel's last one once more, as the first result.
 
 The steps of a plan name tensors by numbers: first what the plan is given, then each tensor in the order of its making.
 """
@@ -161,19 +162,22 @@ class KernelCall:
             values: the arrays by their numbers; the owned ones that the kernel gets are replaced by its results.
             owned: the numbers of tensors whose memory is the plan's own, so that kernels may write them.
         """
-        written: dict[int, int] = {}  # the operand that each owned tensor is
-        for place, n in enumerate(self.operands):
-            if n in owned:
-                if n in written:  # XLA would copy the tensor for the other parameter
-                    raise NotImplementedError(f"kernel {self.name} reads one tensor by two parameters")
-                written[n] = place
+        operands = self.operands
+        if operands[-1] in owned and operands[-1] in operands[:-1]:
+            # XLA would copy the tensor for another parameter. Parameters after those for operands get results, so the
+            # last one gets the first result, which has the memory of the tensor.
+            operands = operands[:-1]
+        last = self.operands[len(operands) :]
+        written = {n: operands.index(n) for n in (*last, *operands) if n in owned}  # the operand that each tensor is
+        if len(written) < sum(n in owned for n in operands):
+            raise NotImplementedError(f"kernel {self.name} reads one tensor by two parameters")
         results = [jax.ShapeDtypeStruct(values[n].shape, values[n].dtype) for n in written]
         call = jax.ffi.ffi_call(
             TARGET, results, input_output_aliases={place: n for n, place in enumerate(written.values())},
             has_side_effect=False,
         )  # fmt: skip
-        axes = frozenset().union(*map(varying_axes, (values[n] for n in self.operands)))
-        found = call(*[values[n] for n in self.operands], name=self.name, opaque=self.opaque)
+        axes = frozenset().union(*map(varying_axes, (values[n] for n in operands)))
+        found = call(*[values[n] for n in operands], name=self.name, opaque=self.opaque)
         values.update(zip(written, [vary(x, axes) for x in found], strict=True))
 
 

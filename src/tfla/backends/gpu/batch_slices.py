@@ -2,6 +2,9 @@
 
 The gradients of a call are allocated whole; each slice of batch rows writes its rows of them. What is alive only within
 a backward, such as the states before all tiles, is allocated for one slice after the other.
+
+In PyTorch a kernel gets the rows of a slice as views. Hosts of plans have no views: there a kernel gets the inputs, the
+gradients and what lies in their memory whole, and the number of the first row of the slice.
 """
 
 from __future__ import annotations
@@ -34,8 +37,7 @@ def rounds(ctx: LaunchContext, rows: int, shared_by: int) -> int:
 def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[int, int]]:
     """Return the first row and the end of each slice: as many slices as take the GPU no more rounds than one does.
 
-    Packed sequences are one batch row. A plan has one slice, since its host copies the rows that a kernel gets, which
-    takes the memory that slices save (docs/tuning-log-host.md).
+    Packed sequences are one batch row.
 
     Args:
         ctx: The context of the call.
@@ -44,7 +46,7 @@ def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[
     """
     B = ctx.B
     size = B
-    if nbytes >= SMALLEST and not ctx.packed and not ctx.recorder.one_pointer_each:
+    if nbytes >= SMALLEST and not ctx.packed:
         whole = rounds(ctx, B, shared_by)
         size = next(n for n in range(1, B + 1) if ceil_div(B, n) * rounds(ctx, n, shared_by) <= whole)
     return [(start, min(start + size, B)) for start in range(0, B, size)]
@@ -78,26 +80,47 @@ class CallPart:
         """Return a named tuple of tensors with the part of each."""
         return type(x)(*map(self, x))
 
+    def inputs(self, x: Any) -> Any:
+        """Return the inputs of a call of this part."""
+        return self.fields(x)
+
     def context(self, ctx: LaunchContext) -> LaunchContext:
         """Return the context of a call of this part."""
         if self.whole:
             return ctx
-        x = self.fields(ctx.x)
+        x = self.inputs(ctx.x)
         return dataclasses.replace(ctx, x=x, segments=x.sequences, cu_seqlens=x.log_f, schedule=x.log_f)
 
 
 class BatchSlice(CallPart):
     """Some of the batch rows of a call, of all of its tensors.
 
+    In a plan rows are copies, which only small tensors have.
+
     Args:
         ctx: The context of the call.
         start, stop: The first row, and the one after the last.
+
+    Attributes:
+        first_row: The row at which tensors of tokens start that are whole, or None where all are rows.
     """
 
     def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
         super().__init__(ctx.recorder, (start, stop) == (0, ctx.B))
         self.start, self.stop = start, stop
+        self.first_row = start if ctx.recorder.one_pointer_each and not self.whole else None
 
     def view(self, x: Tensor) -> Tensor:
         """Return the rows of x, (B, ...)."""
         return self.recorder.rows(x, self.start, self.stop)
+
+    def tokens(self, x: Tensor | None) -> Any:
+        """Return what kernels get of a tensor of tokens, (B, T, ...): its rows, or in a plan the whole tensor."""
+        return self(x) if self.first_row is None else x
+
+    def inputs(self, x: Any) -> Any:
+        """Return the inputs of a call of these rows; of those that are whole in a plan the shapes alone are read."""
+        if self.first_row is None:
+            return self.fields(x)
+        q, k, v = (t[self.start : self.stop] for t in (x.q, x.k, x.v))
+        return x._replace(q=q, k=k, v=v, log_f=self(x.log_f), C=self(x.C))

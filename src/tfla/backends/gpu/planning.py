@@ -159,6 +159,8 @@ class PlanRecorder(LaunchRecorder):
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__(given)
         self.plan: list[Step] = []
+        self.spare: list[Tensor] = []  # tensors that no later step reads
+        self.passing: list[Tensor] | None = None  # those that the body of `temporary` has, or None outside of one
 
     def _new_number(self, x: Any) -> int:
         """Return the number of a new tensor or descriptor."""
@@ -166,14 +168,33 @@ class PlanRecorder(LaunchRecorder):
         return self.numbers[id(x)]
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Record the allocation of a tensor."""
-        made = torch.empty(shape, dtype=dtype, device=self.device)
-        self.plan.append(Allocate(self._new_number(made), tuple(shape), dtype))
+        """Record the allocation of a tensor, unless there is one to spare."""
+        found = [t for t in self.spare if (t.shape, t.dtype) == (shape, dtype)] if self.passing is not None else []
+        if found:
+            made = found[0]
+            self.spare = [t for t in self.spare if t is not made]
+        else:
+            made = torch.empty(shape, dtype=dtype, device=self.device)
+            self.plan.append(Allocate(self._new_number(made), tuple(shape), dtype))
+        if self.passing is not None:
+            self.passing.append(made)
         return made
 
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Let a later such body have the tensors that this one allocates.
+
+        Each launch is given what the one before has left in a tensor. Two bodies with the same tensors therefore run
+        one after the other, whatever the host could do side by side.
+        """
+        self.passing = []
+        yield
+        self.spare += self.passing
+        self.passing = None
+
     def reuse(self, memory: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
-        """Record the allocation of a tensor: hosts of plans find free memory by themselves."""
-        return self.new(*shape, dtype=memory.dtype)
+        """Return the memory where it has this shape, else record an allocation: hosts find free memory themselves."""
+        return memory if memory.shape == shape else self.new(*shape, dtype=memory.dtype)
 
     def resize(self, x: Tensor, *shape: int) -> Tensor:
         """Record the padding or cutting of a tensor."""

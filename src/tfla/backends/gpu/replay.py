@@ -130,7 +130,7 @@ class LaunchRecorder:
     Attributes:
         given: the inputs.
         results: the results of the call in their order, which the launch code sets.
-        one_pointer_each: whether a launch must not read a tensor by several parameters.
+        one_pointer_each: whether a launch gets a tensor by one parameter, and by the last of its tensors once more.
     """
 
     one_pointer_each = False
@@ -188,6 +188,13 @@ class LaunchRecorder:
         size = math.prod(shape)
         found: Tensor = self.do(lambda t: t.view(-1)[offset : offset + size].view(shape), memory)
         return found
+
+    def temporary(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager: no tensor that its body allocates is read after it, so the next one can reuse it.
+
+        Replays give the memory back in any case, after the last step that needs it.
+        """
+        return contextlib.nullcontext()
 
     def resize(self, x: Tensor, *shape: int) -> Tensor:
         """Return a dense copy of x of this shape: each dim is cut or padded with zeros at its end."""

@@ -23,7 +23,7 @@ WITHOUT_STEPS = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "lev
 def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:
     """Return the first step and the end of each part: two halves of whole tiles, or all steps at once.
 
-    Packed sequences are not cut, since their ends lie anywhere. A plan is not cut either, like its batch rows.
+    Packed sequences are not cut, since their ends lie anywhere. A plan is not cut: its hosts have no views.
 
     Args:
         ctx: The context of the call.

@@ -101,11 +101,13 @@ def run_load_warp(K, K_low, DO, E, P, shared, params, config):
             t, end = scheduler.tile_rows(i, start, steps, L, True)
             s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             mbarrier.expect(bar, nbytes)
-            at = scheduler.tile_coordinates(b, h, t, 0, end, params)
-            channel_states.load_keys(K, K_low, at, bar, shared, s, config)
-            pipeline.async_load(P, at, bar, shared.p.index(s))
+            row = scheduler.row_of_whole(b, params)
+            of_slice = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            at = scheduler.tile_coordinates(row, h, t, 0, end, params)
+            channel_states.load_keys(K, K_low, at, of_slice, bar, shared, s, config)
+            pipeline.async_load(P, of_slice, bar, shared.p.index(s))
             for half in gl.static_range(2):
-                of_half = scheduler.tile_coordinates(b, h, t, column + 64 * half, end, params)
+                of_half = scheduler.tile_coordinates(row, h, t, column + 64 * half, end, params)
                 pipeline.async_load(DO, of_half, bar, shared.do.index(2 * s + half))
                 if config.DOTS:
                     pipeline.async_load(E, of_half, bar, shared.e.index(2 * s + half))
@@ -132,7 +134,7 @@ def run_read_warp(Q, R, X, shared, params, config):
             t, end = scheduler.tile_rows(i, start, steps, L, True)
             u, bar = pipeline.acquire(n, shared.late_full, shared.late_empty, config.LATE_STAGES)
             mbarrier.expect(bar, Q.block_type.nbytes + of_errors)
-            at = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            at = scheduler.tile_coordinates(scheduler.row_of_whole(b, params), h, t, 0, end, params)
             if config.CORRECT:
                 pipeline.async_load(X, at, bar, shared.x.index(u))
             pipeline.async_load(Q, at, bar, shared.q.index(u))
@@ -238,10 +240,10 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 @gluon.jit(do_not_specialize=channel_states.RUNTIME_SCALARS)
 def channel_dv_kernel(
     Q, R, K, K_low, DO, E, P, X, DV_out, states, decays, dots, state_in, state_out, schedule,
-    T, tiles_per_head, H, num_work_tiles,
+    T, tiles_per_head, H, num_work_tiles, first_row,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr, CORRECT: gl.constexpr, SPLIT: gl.constexpr, DOTS: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
+    IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
 ):  # fmt: skip
     """Compute dv and the cotangents after the tiles, and with DOTS dv . E.
 
@@ -264,6 +266,8 @@ def channel_dv_kernel(
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.
         num_work_tiles: Sequences times H.
+        first_row: With SLICED the row at which those of the slice start in Q, R, K, X and the tensors with columns of
+            dhv; K_low, P and what has tiles or sequences have the rows of the slice.
     """
     partitions(
         (Q, R, X), (K, K_low, DO, E, P), decays,
@@ -272,6 +276,7 @@ def channel_dv_kernel(
         ),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
+            first_row=first_row if SLICED else None,
         ),
         Config(
             DK=DK, DV=DV, L=L, BLOCKS=BLOCKS, STAGES=STAGES, LATE_STAGES=LATE_STAGES, REVERSE=True, CORRECT=CORRECT,
@@ -363,7 +368,7 @@ def launch(
         decays if dots is None else dots, decays if final is None else final, decays if initial is None else initial,
         base.schedule, *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L,
         BLOCKS=channel_states.blocks(ctx), STAGES=RING_STAGES[0], LATE_STAGES=RING_STAGES[1], CORRECT=ctx.spec.correct,
-        SPLIT=ctx.split_keys, DOTS=dots is not None, IS_VARLEN=base.packed, USE_INITIAL_STATE=final is not None,
-        STORE_FINAL_STATE=initial is not None, num_warps=4,
+        SPLIT=ctx.split_keys, DOTS=dots is not None, IS_VARLEN=base.packed, SLICED=ctx.first_row is not None,
+        USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None, num_warps=4,
     )  # fmt: skip
     return cotangents, dots

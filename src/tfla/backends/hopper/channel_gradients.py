@@ -210,11 +210,12 @@ def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         if load_taken(index, tiles, params, L) != 0:
             tile = locate(index, tiles, params, L)
+            row = scheduler.row_of_whole(tile.b, params)
             for i in range(0, config.CHUNKS):
                 s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
                 tell_more(1, s, shared)
                 mbarrier.expect(bar, nbytes)
-                at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, i * config.COLUMNS, tile.end, params)
+                at = scheduler.tile_coordinates(row, tile.h, tile.start, i * config.COLUMNS, tile.end, params)
                 pipeline.async_load(E, at, bar, shared.e.index(s))
                 pipeline.async_load(DO, at, bar, shared.do.index(s))
                 if config.CORRECT:
@@ -267,11 +268,12 @@ def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
             store_number(tiny, shared.tile.index(s * NUMBERS + TINY))
             pipeline.barrier()  # all lanes have stored
             mbarrier.expect(bar, 4 * Q.block_type.nbytes + 2 * G.block_type.nbytes)
+            row = scheduler.row_of_whole(tile.b, params)
             for half in gl.static_range(2):
                 column = channel + 64 * half
-                at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, column, tile.end, params)
+                at = scheduler.tile_coordinates(row, tile.h, tile.start, column, tile.end, params)
                 pipeline.async_load(G, at, bar, shared.g.index(2 * s + half))
-                at = scheduler.tile_coordinates(tile.b, tile.h // group_size, tile.start, column, tile.end, params)
+                at = scheduler.tile_coordinates(row, tile.h // group_size, tile.start, column, tile.end, params)
                 pipeline.async_load(Q, at, bar, shared.q.index(2 * s + half))
                 pipeline.async_load(K, at, bar, shared.k.index(2 * s + half))
             if config.DOTS > 0:  # noqa: SIM102  it is known when the kernel is compiled
@@ -659,7 +661,8 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     gates = load_transposed(g, L)
     tile = load_tile(s, shared)
     column = gl.program_id(1) * CHANNELS + half * 64
-    at = scheduler.tile_coordinates(tile.b, tile.h, tile.start, column, tile.end, params)
+    row = scheduler.row_of_whole(tile.b, params)
+    at = scheduler.tile_coordinates(row, tile.h, tile.start, column, tile.end, params)
     fence_async_shared()
     pipeline.async_store(gmem.dq, at, q)
     pipeline.async_store(gmem.dk, at, k)
@@ -691,12 +694,15 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=[
     "T", "tiles_per_head", "H", "group_size", "num_work_tiles", "tokens", "stride_b", "stride_t", "stride_h", "scale",
+    "first_row",
 ])  # fmt: skip
 def channel_gradients_kernel(
     Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, leveled, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
+    first_row,
     L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, KEY_STAGES: gl.constexpr,
     PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
+    SLICED: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of tiles that need no levels. The grid is (programs, dqk / CHANNELS).
 
@@ -720,6 +726,8 @@ def channel_gradients_kernel(
         tokens: Tokens of all batch rows.
         stride_b, stride_t, stride_h: Strides of beta.
         scale: The factor of the queries.
+        first_row: With SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
+            dbeta, which have the rows of the slice.
     """
     partitions(
         (Q, K, G), (E, DO, DV, states, cotangents), group_size,
@@ -729,7 +737,8 @@ def channel_gradients_kernel(
         ),
         Tiles(leveled=leveled, tiles_per_head=tiles_per_head),
         scheduler.SchedulerParams(
-            T=T, H=H, segment_steps=L, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None
+            T=T, H=H, segment_steps=L, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
+            first_row=first_row if SLICED else None,
         ),
         Config(
             L=L, COLUMNS=COLUMNS, STAGES=STAGES, CHUNKS=CHUNKS, KEY_STAGES=KEY_STAGES, PARTS=PARTS, DOTS=DOTS,
@@ -837,9 +846,9 @@ def launch(
         _state_descriptor(ctx, states, columns), _state_descriptor(ctx, cotangents, columns),
         host.descriptor(base, grads.q, 64), host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64),
         leveled, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H,
-        base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, L=base.L, COLUMNS=columns,
-        STAGES=stages, KEY_STAGES=key_stages, CHUNKS=ceil_div(base.V, columns),
+        base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, ctx.first_row or 0,
+        L=base.L, COLUMNS=columns, STAGES=stages, KEY_STAGES=key_stages, CHUNKS=ceil_div(base.V, columns),
         PARTS=grads.beta.numel() // (base.B * base.T * base.H),
         DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,
-        IS_VARLEN=base.packed, num_warps=4,
+        IS_VARLEN=base.packed, SLICED=ctx.first_row is not None, num_warps=4,
     )  # fmt: skip

@@ -101,17 +101,19 @@ def run_load_warp(Q, R, V, P, X, shared, params, config):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
             s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             mbarrier.expect(bar, nbytes)
-            at = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            row = scheduler.row_of_whole(b, params)
+            at = scheduler.tile_coordinates(row, h, t, 0, end, params)
             if config.CORRECT:
                 pipeline.async_load(R, at, bar, shared.r.index(s))
             if config.OUTPUT:
                 pipeline.async_load(Q, at, bar, shared.q.index(s))
             for half in gl.static_range(2):
-                of_half = scheduler.tile_coordinates(b, h, t, column + 64 * half, end, params)
+                of_half = scheduler.tile_coordinates(row, h, t, column + 64 * half, end, params)
                 pipeline.async_load(V, of_half, bar, shared.v.index(2 * s + half))
             if config.CORRECT:
                 pipeline.async_load(X, at, bar, shared.x.index(s))
             if config.OUTPUT:
+                at = scheduler.tile_coordinates(b, h, t, 0, end, params)
                 pipeline.async_load(P, at, bar, shared.p.index(s))
             n += 1
 
@@ -135,8 +137,9 @@ def run_key_warp(K, K_low, shared, params, config):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
             s, bar = pipeline.acquire(n, shared.late_full, shared.late_empty, config.LATE_STAGES)
             mbarrier.expect(bar, nbytes)
-            at = scheduler.tile_coordinates(b, h, t, 0, end, params)
-            channel_states.load_keys(K, K_low, at, bar, shared, s, config)
+            at_low = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            at = scheduler.tile_coordinates(scheduler.row_of_whole(b, params), h, t, 0, end, params)
+            channel_states.load_keys(K, K_low, at, at_low, bar, shared, s, config)
             n += 1
 
 
@@ -268,10 +271,11 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 @gluon.jit(do_not_specialize=channel_states.RUNTIME_SCALARS)
 def channel_h_kernel(
     Q, R, K, K_low, V, P, X, Out, E, states, decays, state_in, state_out, schedule,
-    T, tiles_per_head, H, num_work_tiles,
+    T, tiles_per_head, H, num_work_tiles, first_row,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr, CORRECT: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr, SAVE: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, INDEXED: gl.constexpr,
+    IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
+    INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute h, and with SAVE E; or without OUTPUT the states before the tiles.
 
@@ -292,6 +296,8 @@ def channel_h_kernel(
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.
         num_work_tiles: Sequences times H.
+        first_row: With SLICED the row at which those of the slice start in Q, R, K, X and the tensors with columns of
+            dhv; K_low, P and what has tiles or sequences have the rows of the slice.
     """
     partitions(
         (Q, R, V, P, X), (K, K_low), decays,
@@ -300,6 +306,7 @@ def channel_h_kernel(
         ),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
+            first_row=first_row if SLICED else None,
         ),
         Config(
             DK=DK, DV=DV, L=L, BLOCKS=BLOCKS, STAGES=STAGES, LATE_STAGES=LATE_STAGES, REVERSE=False, CORRECT=CORRECT,
@@ -382,6 +389,6 @@ def launch(
         operands.decays if initial is None else initial, operands.decays if final is None else final, base.schedule,
         *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L, BLOCKS=channel_states.blocks(ctx),
         STAGES=ring, LATE_STAGES=late, CORRECT=correct, SPLIT=ctx.split_keys, OUTPUT=output, SAVE=E is not None,
-        IS_VARLEN=base.packed, USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None,
-        INDEXED=base.rows is not None, num_warps=4,
+        IS_VARLEN=base.packed, SLICED=ctx.first_row is not None, USE_INITIAL_STATE=initial is not None,
+        STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None, num_warps=4,
     )  # fmt: skip

@@ -95,12 +95,12 @@ def exponents_from_middle(g, sums):
     return c + offset, first, second
 
 
-@gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
+@gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row"])
 def channel_operands_kernel(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-    sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    sequences, T, tiles_of_head, H, GROUP, first_row, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
     DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, SOLVE: gl.constexpr, SPLIT: gl.constexpr,
-    IS_VARLEN: gl.constexpr, BOUND: gl.constexpr,
+    IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, BOUND: gl.constexpr,
 ):  # fmt: skip
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
@@ -126,14 +126,18 @@ def channel_operands_kernel(
         b = gl.load(beta + (row * bb + h * bh + t0 * bt) + r * bt, mask=r < steps, other=0.0)  # (L)
         betas.store(b.to(gl.float32))
         r = gl.arange(0, L, gl.SliceLayout(1, ELEMENTS))
+        skipped = gl.to_tensor(first_row).to(gl.int64) if SLICED else 0  # rows before the slice
+        if SLICED:
+            row += skipped
         F += row * fb + h * fh + t0 * ft
         Q += row * qb + hx * qh + t0 * qt
         K += row * kb + hx * kh + t0 * kt
         R += row * rb + hx * rh + t0 * rt
         token = (first + start) * H + h
-        Qa += token * DK
-        Ra += token * DK
-        Kw += token * DK
+        of_keys = token + skipped * T * H if SLICED else token
+        Qa += of_keys * DK
+        Ra += of_keys * DK
+        Kw += of_keys * DK
         Kw_low += token * DK
         decays += tile * DK
         worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
@@ -221,9 +225,10 @@ def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, le
     """
     base = ctx.base
     base.launch(channel_operands_kernel, (base.tiles * base.H,),
-        *arguments, *ctx.input_strides, DK=base.K, CORRECT=ctx.spec.correct, READ_KEY=ctx.x.read_key is not None,
-        SOLVE=X is not None, SPLIT=ctx.split_keys, IS_VARLEN=base.packed, BOUND=ctx.tile_constants["BOUND"],
-        num_warps=8, compilation={"maxnreg": REGISTERS},
+        *arguments, ctx.first_row or 0, *ctx.input_strides, DK=base.K, CORRECT=ctx.spec.correct,
+        READ_KEY=ctx.x.read_key is not None, SOLVE=X is not None, SPLIT=ctx.split_keys, IS_VARLEN=base.packed,
+        SLICED=ctx.first_row is not None, BOUND=ctx.tile_constants["BOUND"], num_warps=8,
+        compilation={"maxnreg": REGISTERS},
     )  # fmt: skip
     if X is not None:
         delta_solve.launch_by_channel(ctx, X, leveled)

@@ -101,11 +101,11 @@ def run_decay_warp(decays, vectors, full, empty, params, tiles_per_head, config)
 
 
 @gluon.jit
-def load_keys(K, K_low, at, bar, shared, s, config):
+def load_keys(K, K_low, at, at_low, bar, shared, s, config):
     """Start the TMA copies of the operands of writes to stage s: K, and with SPLIT K_low."""
     pipeline.async_load(K, at, bar, shared.k.index(s))
     if config.SPLIT:
-        pipeline.async_load(K_low, at, bar, shared.k_low.index(s))
+        pipeline.async_load(K_low, at_low, bar, shared.k_low.index(s))
 
 
 @gluon.jit
@@ -217,7 +217,8 @@ def run_tiles(process_tile: gl.constexpr, half: gl.constexpr, gmem, shared, para
         at_state = h * gmem.tiles_per_head + first_tile
         for i in range(0, tiles):
             t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
-            coordinates = scheduler.tile_coordinates(b, h, t, ids.column, end, params)
+            row = scheduler.row_of_whole(b, params)
+            coordinates = scheduler.tile_coordinates(row, h, t, ids.column, end, params)
             tile = at_state + (tiles - 1 - i if config.REVERSE else i)
             C0, C1 = process_tile(C0, C1, n, tile, coordinates, ids, gmem, shared, half, config)
             n += 1
@@ -242,13 +243,13 @@ def producer_registers(BLOCKS):
 
 
 # Scalar arguments that Triton must not specialize on, so that one compiled kernel serves all lengths.
-RUNTIME_SCALARS = ["T", "tiles_per_head", "H", "num_work_tiles"]
+RUNTIME_SCALARS = ["T", "tiles_per_head", "H", "num_work_tiles", "first_row"]
 
 
 def kernel_scalars(ctx: ChannelContext) -> tuple[int, ...]:
     """Return the numbers that the kernels take after their tensors, RUNTIME_SCALARS."""
     base = ctx.base
-    return base.T, base.tiles, base.H, base.segments * base.H
+    return base.T, base.tiles, base.H, base.segments * base.H, ctx.first_row or 0
 
 
 def supports(ctx: ChannelContext) -> bool:

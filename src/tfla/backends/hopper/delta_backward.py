@@ -103,10 +103,8 @@ def launch_scans(
     dbeta, do_e = delta_dv_dk.launch(
         ctx, gates, X, E, dh, dv, dk_w, sums.pairs, checkpoints, final=dC, initial=dC0
     )  # fmt: skip
-    # A tile of dk overwrites that of dk_w, which it contains, where a launch may read and write a tensor by two of its
-    # parameters.
-    apart = ctx.x.q.shape[3] < rows or base.recorder.one_pointer_each
-    dk = base.new(*shape, base.K, dtype=dtype) if apart else dk_w
+    # A tile of dk overwrites that of dk_w, which it contains.
+    dk = base.new(*shape, base.K, dtype=dtype) if ctx.x.q.shape[3] < rows else dk_w
     sequences.clear(base, dk)
     if parts == 1:
         dq = base.new(*shape, base.K, dtype=dtype)
@@ -166,7 +164,7 @@ class ScanOfReader:
         if not at_checkpoints:
             base = replace(base, checkpoint_steps=NO_CHECKPOINTS)
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums[:2])
-        checkpoints = self.sums.checkpoints if at_checkpoints else w  # any tensor of their dtype, which is not accessed
+        checkpoints = self.sums.checkpoints if at_checkpoints else self.E  # any of their dtype, which is not accessed
         dq_dk_launch.launch(
             base, self.gates, self.k, self.E, z, w, out, reads, (checkpoints, self.gates.vectors, self.sums.dots),
             reverse=False, initial=(self.C, None), final=(None, pairs), reader=reader, save_sums=self.gated,

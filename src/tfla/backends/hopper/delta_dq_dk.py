@@ -358,7 +358,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_dq_dk_kernel(
-    Q, K, E, DO, DV_in, DQ_out, DK_out, dk_w, do_e, sums, pairs, checkpoints, dots, gates, beta, state_in, schedule, T,
+    Q, K, E, DO, DV_in, DQ_out, DK_out, do_e, sums, pairs, checkpoints, dots, gates, beta, state_in, schedule, dk_w, T,
     tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, CHECKPOINT_STEPS: gl.constexpr, GATED: gl.constexpr,
     IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
@@ -372,7 +372,6 @@ def delta_dq_dk_kernel(
         E: TMA descriptor of the prediction errors, in tiles (L, COLUMNS).
         DO, DV_in: TMA descriptors of the cotangent of h and of dv, in tiles like those of E.
         DQ_out, DK_out: TMA descriptors of the results, in tiles (L, 64).
-        dk_w: The gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`.
         do_e: do . E, (B, T, H), float32.
         sums: Output for what the steps read of earlier tiles, (H, tiles, L), with GATED.
         pairs: Output for sums of pairs, (H, tiles, PAIR_SUMS, L), with GATED: ROW_SUM and COLUMN_SUM.
@@ -382,6 +381,8 @@ def delta_dq_dk_kernel(
         beta: (B, T, H), any float dtype.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
         schedule: Schedule of packed sequences, with IS_VARLEN.
+        dk_w: The gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`. It may be that of
+            DK_out: hosts of plans allow that for the last tensor.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.
@@ -481,8 +482,8 @@ def launch(
     base.launch(delta_dq_dk_kernel, host.grid(base, 1),
         host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, E, columns),
         host.descriptor(base, dh, columns), host.descriptor(base, dv, columns), host.descriptor(base, dq, 64),
-        host.descriptor(base, dk, 64), dk_w, do_e, *sums, gates, ctx.beta, gates if initial is None else initial,
-        base.schedule, *delta_tiles.kernel_scalars(ctx),
+        host.descriptor(base, dk, 64), do_e, *sums, gates, ctx.beta, gates if initial is None else initial,
+        base.schedule, dk_w, *delta_tiles.kernel_scalars(ctx),
         DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated, IS_VARLEN=base.packed,
         USE_INITIAL_STATE=initial is not None, num_warps=4,
     )  # fmt: skip

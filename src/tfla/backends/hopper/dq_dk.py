@@ -679,8 +679,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def dq_dk_kernel(
-    X, Y, Z, W, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, checkpoints, n_checkpoints, dots,
-    zero_counts, schedule, T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it,
+    X, Y, Z, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, checkpoints, n_checkpoints, dots,
+    zero_counts, schedule, W, T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it,
     stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
     DX: gl.constexpr, DY: gl.constexpr, NUM_SPLITS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     CHECKPOINT_STEPS: gl.constexpr, REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
@@ -699,8 +699,6 @@ def dq_dk_kernel(
         X: TMA descriptor of x, in tiles (L, 128).
         Y: TMA descriptor of y, in tiles (L, WIDTH).
         Z: TMA descriptor of z, in tiles (L, WIDTH).
-        W: TMA descriptor of w, in tiles (L, 64); with TRANSPOSED that of the result. With READ_KEYS dk_w, (B, T, H,
-            128), in the order of `delta_dk_w.py`.
         Out: TMA descriptor of the result, in tiles (L, 64).
         gates: Gate vectors, (H, tiles, VECTORS, L).
         i_gate: Input gates, (B, T, H), or beta with READER.
@@ -717,6 +715,9 @@ def dq_dk_kernel(
         dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8).
         zero_counts: A zero for each pair of programs, int32, with NUM_SPLITS above 1.
         schedule: Schedule of packed sequences, with IS_VARLEN.
+        W: TMA descriptor of w, in tiles (L, 64); with TRANSPOSED that of the result. With READ_KEYS dk_w, (B, T, H,
+            128), in the order of `delta_dk_w.py`, in whose memory the result may lie: hosts of plans allow that for the
+            last tensor.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.

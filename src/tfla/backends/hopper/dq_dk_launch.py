@@ -161,8 +161,8 @@ def launch(
     zero_counts = vectors if splits == 1 else ctx.zeros(grid[0] * grid[1] // PAIR.value, dtype=torch.int32)
     ctx.launch(dq_dk.dq_dk_kernel, grid,
         host.descriptor(ctx, x, host.STATE_ROWS), host.descriptor(ctx, y, DY // splits),
-        host.descriptor(ctx, z, DY // splits), host.descriptor(ctx, w, 64), host.descriptor(ctx, out, 64), vectors,
-        *ctx.gate_inputs, sums, C, C_final, n, n_final, *checkpoints, zero_counts, ctx.schedule,
+        host.descriptor(ctx, z, DY // splits), host.descriptor(ctx, out, 64), vectors, *ctx.gate_inputs, sums, C,
+        C_final, n, n_final, *checkpoints, zero_counts, ctx.schedule, host.descriptor(ctx, w, 64),
         *host.kernel_scalars(ctx), DX=DX, DY=DY, NUM_SPLITS=splits, L=ctx.L, STAGES=RING_STAGES,
         CHECKPOINT_STEPS=ctx.checkpoint_steps, REVERSE=reverse, IS_SEGMENTED=ctx.segmented,
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,

@@ -129,6 +129,7 @@ class SchedulerParams(NamedTuple):
     segment_steps: Any  # steps of a segment
     num_work_tiles: Any  # sequences or segments times H
     schedule: Any  # the output of `schedule_packed`, or None where sequences are not packed
+    first_row: Any = None  # the row of whole tensors that is row 0 of the work tiles, or None where that is row 0
 
 
 @gluon.jit
@@ -216,6 +217,15 @@ def tile_rows(i, start, steps, L: gl.constexpr, REVERSE: gl.constexpr):
     The work tile starts at token `start` and has `steps` steps; with REVERSE its last tile is loaded first.
     """
     return start + ((steps + L - 1) // L - 1 - i if REVERSE else i) * L, start + steps
+
+
+@gluon.jit
+def row_of_whole(b, params):
+    """Return the row of a tensor with all batch rows for row `b` of the work tiles, which may be those of a slice."""
+    if params.first_row is not None:
+        return b + params.first_row
+    else:
+        return b
 
 
 @gluon.jit

@@ -51,7 +51,7 @@ from tfla.backends.triton.channel_decays import (
     tiles_of_program,
 )
 from tfla.backends.triton.precise_products import as_operand
-from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
+from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, rows_from, without_unknown_options
 
 # The ptxas of Triton 3.4 gives a thread 32 registers, and spills 15 KB, where 4 warps have a tile with levels and gates
 # by step. With 8 warps it spills 1.6 KB.
@@ -63,13 +63,14 @@ if TYPE_CHECKING:
 
 
 @without_unknown_options
-@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "pitch"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "first_row", "pitch"])
 def channel_gradients(
     Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
-    sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    gb, gt, gh, eb, et, eh, pitch,
+    sequences, T, tiles_of_head, H, GROUP, per_program, first_row, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd,
+    bb, bt, bh, gb, gt, gh, eb, et, eh, pitch,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
+    SLICED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
     LEVELED: tl.constexpr, DOTS: tl.constexpr, PITCHED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +87,8 @@ def channel_gradients(
         states, cotangents: C before each tile and dC after it, (H, tiles, DV, DK).
         dots: dv . E over each of DOTS parts of dhv, (DOTS, B, T, H) float32.
         per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
+        first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
+            dbeta, which have the rows of the slice.
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
             (B, T, H, DK / BK) float32.
@@ -109,8 +112,11 @@ def channel_gradients(
             at = (t0 + r).to(tl.int64)[:, None]
             of_tile = (first + start) * H + h  # of sums, which are dense: offsets inside a tile fit 32 bits
             of_rows = of_tile  # of results
+            row_of_slice = row
             if PITCHED:
                 of_rows += row * (pitch - T) * H
+            if SLICED:
+                row, of_rows = rows_from(first_row, row, of_rows, T * H)
             c = part * BK + tl.arange(0, BK)
             do_at = dO + row * gb + h * gh + at * gt
             e_at = E + row * eb + h * eh + at * et
@@ -179,7 +185,7 @@ def channel_gradients(
             # (3) What the tile reads of the state before it and writes to the one after it. The gradient of a step's
             # gates sums state_reads from the step on, and over the steps before it Z: what a step writes less what it
             # reads of writes in the tile.
-            b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
+            b = tl.load(beta + row_of_slice * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
             q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
             k = tl.load(k_at, inside, 0.0)  # (L, BK)
             q = tl.load(q_at, inside, 0.0)  # (L, BK)
@@ -352,11 +358,11 @@ def launch(
         base.launch(channel_gradients, ((ceil_div(count, per_program) if leveled else count) * parts,),
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
             cotangents, states if dots is None else dots, grads.q, grads.k,
-            grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, x.sequences, base.T,
-            base.tiles, base.H, base.group, per_program, *ctx.input_strides, *time_strides(dh), *time_strides(E), pitch,
-            DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=leveled,
-            DOTS=0 if dots is None else dots.shape[0], PITCHED=pitch != base.T, STAGES=tiles.stages,
-            num_warps=num_warps,
+            grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, base.x.sequences,
+            base.T, base.tiles, base.H, base.group, per_program, ctx.first_row or 0, *ctx.input_strides,
+            *time_strides(dh), *time_strides(E), pitch, DV=base.V, BK=tiles.split, BV=tiles.block,
+            STEP_GATES=not x.channel_gates, LEVELED=leveled, DOTS=0 if dots is None else dots.shape[0],
+            PITCHED=pitch != base.T, STAGES=tiles.stages, num_warps=num_warps,
             OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32, compilation=ampere_mmas(x.q.device),
             **ctx.tile_constants,
         )  # fmt: skip

@@ -92,6 +92,7 @@ class ChannelContext:
     config: ChannelConfig
     beta: Tensor  # (B, T, H); ones where the call has none
     log_f: Tensor  # (B, T, H, dqk); gates by step with a stride of 0
+    first_row: int | None = None  # of a slice whose tensors of tokens are whole, see `BatchSlice`
 
     @property
     def read_key(self) -> Tensor:
@@ -131,7 +132,7 @@ class ChannelContext:
             "READ_KEY": self.x.read_key is not None, "READ_BEFORE": self.spec.read_before_decay,
             "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision,
             "SUMS": "bf16x2" if short else "ieee" if exact else "tf32x3",
-            "BOUND": BOUND[dtype], "LEVELS": self.base.L.bit_length() - 1,
+            "SLICED": self.first_row is not None, "BOUND": BOUND[dtype], "LEVELS": self.base.L.bit_length() - 1,
         }  # fmt: skip
 
     @property
@@ -156,7 +157,10 @@ class ChannelContext:
     def slices(self, kernels: ChannelKernels) -> list[tuple[int, int]]:
         """Return the batch rows that a backward by these kernels computes one after the other."""
         base, programs = self.base, kernels.programs
-        return [(0, base.B)] if programs is None else batch_slices(base, programs, self.bytes_of_states)
+        whole_alone = base.recorder.one_pointer_each and not self.x.channel_gates  # sums of gates by step have rows
+        if programs is None or whole_alone:
+            return [(0, base.B)]
+        return batch_slices(base, programs, self.bytes_of_states)
 
     def parts(self, kernels: ChannelKernels) -> list[TimePart]:
         """Return the parts of the steps that a backward by these kernels computes one after the other."""
@@ -164,10 +168,20 @@ class ChannelContext:
         return [TimePart(self.base, *ends) for ends in steps]
 
     def of_part(self, part: CallPart) -> ChannelContext:
-        """Return the context of some batch rows or steps."""
+        """Return the context of some steps, or of some batch rows in tensors of their own."""
         return replace(
             self, base=part.context(self.base), x=part.fields(self.x), beta=part(self.beta), log_f=part(self.log_f)
         )
+
+    def of_rows(self, part: BatchSlice) -> ChannelContext:
+        """Return the context of some batch rows."""
+        if part.first_row is None:
+            return self.of_part(part)
+        x = self.x._replace(C=part(self.x.C))
+        return replace(
+            self, base=part.context(self.base), x=x, beta=part(self.beta), log_f=part.tokens(self.log_f),
+            first_row=part.first_row,
+        )  # fmt: skip
 
     def new_dots(self, programs: int) -> Tensor | None:
         """Allocate dv . E for this many parts of dhv, (programs, B, T, H) float32; None where dbeta needs none."""
@@ -250,10 +264,15 @@ def backward(
     errors, X, dC = E if correct else x.v, X if correct else None, results.dense(base, dC)
     for rows in ctx.slices(kernels):
         part = BatchSlice(base, *rows)
-        _backward_of_rows(
-            ctx.of_part(part), part(errors), part(X), part(dh), part(dC), part(dv), part(dC0), part.fields(grads),
-            kernels,
+        of_rows = grads._replace(
+            q=part.tokens(grads.q), k=part.tokens(grads.k), read_key=part.tokens(grads.read_key),
+            log_f=part.tokens(grads.log_f), beta=part(grads.beta),
         )  # fmt: skip
+        with base.recorder.temporary():
+            _backward_of_rows(
+                ctx.of_rows(part), part.tokens(errors), part.tokens(X), part.tokens(dh), part(dC), part.tokens(dv),
+                part(dC0), of_rows, kernels,
+            )  # fmt: skip
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None

@@ -44,7 +44,7 @@ from tfla.backends.triton.channel_decays import (
 from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
 from tfla.backends.triton.precise_products import nearest_tf32, split
-from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
+from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, rows_from, without_unknown_options
 
 if TYPE_CHECKING:
     from tfla.backends.gpu.time_parts import TimePart
@@ -52,12 +52,13 @@ if TYPE_CHECKING:
 
 
 @without_unknown_options
-@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "first_row"])
 def decay_operands(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-    sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    sequences, T, tiles_of_head, H, GROUP, per_program, first_row, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd,
+    bb, bt, bh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
-    READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr,
+    READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, SLICED: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
     LEVELS: tl.constexpr, LEVELED: tl.constexpr, SPLIT: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -78,6 +79,7 @@ def decay_operands(
             are replaced by those of a second launch with LEVELED.
         scale: the factor of the queries.
         per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
+        first_row: with SLICED the row of Q, K, R, F, Qa, Ra and Kw at which those of the other tensors start.
         CORRECT: whether there are read keys.
         READ_BEFORE: whether a step reads the state before its decay.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
@@ -94,6 +96,9 @@ def decay_operands(
             e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
             at = (t0 + r).to(tl.int64)[:, None]
             to = ((first + start + r) * H + h)[:, None]
+            row_of_keys, to_keys = row, to
+            if SLICED:
+                row_of_keys, to_keys = rows_from(first_row, row, to, T * H)
             b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
             worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
             S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
@@ -101,8 +106,8 @@ def decay_operands(
             for c0 in tl.range(0, DK, BK, num_stages=STAGES, disable_licm=True):
                 c = c0 + tl.arange(0, BK)
                 inside = (r < steps)[:, None] & (c < DK)[None, :]
-                q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
-                g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
+                q_at, k_at, r_at = key_addresses(Q, K, R, row_of_keys, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
+                g = load_exponents(F + row_of_keys * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
                 q = tl.load(q_at, inside, 0.0)  # (L, BK)
                 k = tl.load(k_at, inside, 0.0)  # (L, BK)
                 read = k  # read keys, (L, BK)
@@ -162,14 +167,14 @@ def decay_operands(
                     up_r *= to_middle[None, :]
                     down *= from_middle[None, :]
                     decay = to_middle * from_middle
-                place = to * DK + c[None, :]
+                place = to_keys * DK + c[None, :]
                 dtype: tl.constexpr = Qa.dtype.element_ty
                 tl.store(Qa + place, (q * up * scale).to(dtype), inside)
                 key = k * down * b[:, None]
                 if SPLIT:
                     high, low = split(key, dtype)
                     tl.store(Kw + place, high, inside)
-                    tl.store(Kw_low + place, low, inside)
+                    tl.store(Kw_low + (to * DK + c[None, :]), low, inside)
                 else:
                     tl.store(Kw + place, key.to(dtype), inside)
                 if CORRECT:
@@ -224,7 +229,7 @@ def launch(
     """
     base, x = ctx.base, ctx.x
     shape, dtype, correct = (base.B, base.T, base.H), x.q.dtype, ctx.spec.correct
-    of_keys = *shape, base.K
+    of_keys = x.v.shape[0], base.T, base.H, base.K  # with the rows of the inputs
     free = [t for t in memory if t.dtype == dtype and t.numel() == math.prod(of_keys)]
 
     def operand() -> Tensor:
@@ -235,14 +240,16 @@ def launch(
         X = base.new(*shape, base.L, dtype=correction_dtype(x))
     q, k = operand(), operand()
     r = operand() if correct else None
-    k_low = operand() if ctx.split_keys else None
+    k_low = None
+    if ctx.split_keys:
+        k_low = operand() if ctx.first_row is None else base.new(*shape, base.K, dtype=dtype)
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)
     tiles = ctx.config.solve if solve else ctx.config.tiles
     arguments = (
         x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k,
-        k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences,
+        k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, base.x.sequences,
         base.T, base.tiles, base.H, base.group,
     )  # fmt: skip
     if bounded is not None:
@@ -250,8 +257,8 @@ def launch(
     count, per_program = base.tiles * base.H, ctx.marks_of_program
     for leveled_tiles in (True,) if bounded is not None else (False, True):
         base.launch(decay_operands, (ceil_div(count, per_program) if leveled_tiles else count,),
-            *arguments, per_program, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys, DOUBLINGS=3,
-            BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
+            *arguments, per_program, ctx.first_row or 0, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys,
+            DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
             BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps, compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
     return Operands(q, r, k, k_low, P, X, decays, leveled)

@@ -134,6 +134,13 @@ def locate_tile(s, first, length, start, IS_VARLEN: tl.constexpr):
 
 
 @triton.jit
+def rows_from(first_row, row, token, tokens_of_row):
+    """Return a batch row and a token, counted with all heads, in a tensor whose row `first_row` is row 0 here."""
+    skipped = first_row.to(tl.int64)
+    return row + skipped, token + skipped * tokens_of_row
+
+
+@triton.jit
 def key_addresses(Q, K, R, row, h, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh):
     """Return the addresses of queries, write keys and read keys of head h at steps at, (L, 1), and channels c, (D)."""
     q_at = Q + row * qb + h * qh + at * qt + c[None, :]

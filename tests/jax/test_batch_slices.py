@@ -1,0 +1,83 @@
+"""Plans of a backward by channel that computes batch rows one slice after the other.
+
+They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED
+from delta_cases import DeltaProblem, delta_problem
+from jax_plans import plans_run
+from torch import Tensor
+
+from tfla.backends.gpu.planning import Launch
+from tfla.jax import plans
+from tfla.jax.delta import kernels
+
+batch_slices = pytest.importorskip("tfla.backends.gpu.batch_slices")
+pytest.importorskip("tfla.backends.hopper.delta_backward", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.interpreter, pytest.mark.skipif(not INTERPRETED, reason="plans run in Triton's interpreter")
+]  # fmt: skip
+
+PROBLEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "KDA": ("kda", {"H": 2, "Hq": 1, "gates": "short"}),
+    "KDA, a smaller last slice": ("kda", {"B": 3, "T": 20, "carried": False}),
+    "GLA": ("gla", {"K": 136, "gates": "closed"}),
+    "a read key": ("gdn2", {"T": 20}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from gluon_simulator.hopper import on_cpu
+    from interpreted_bfloat16 import use_bfloat16
+
+    use_bfloat16(monkeypatch)
+    with on_cpu(), plans_run(monkeypatch, architecture=90):
+        yield
+
+
+def run(spec: kernels.KernelSpec, given: list[Tensor | None], forward: bool) -> tuple[list[Tensor], list[Launch]]:
+    """Return the results of a plan and its launches."""
+    signature = tuple(None if x is None else (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in given)
+    lowered = kernels._plan(spec, signature, forward)
+    values = {n: x for n, x in enumerate(given) if x is not None}
+    before = {n: x.clone() for n, x in values.items()}
+    lowered.run(lowered.plan.steps, values)
+    assert all(torch.equal(x, values[n]) for n, x in before.items()), "a kernel has written an input"
+    return [values[n] for n in lowered.plan.results], [s for s in lowered.plan.steps if isinstance(s, Launch)]
+
+
+def solve(p: DeltaProblem, gates: torch.dtype) -> tuple[list[Tensor], list[Launch]]:
+    """Return the gradients of a problem and the launches of its backward."""
+    x, options = p.x, p.spec("fused")
+    beta = torch.ones(x.v.shape[:3]) if x.beta is None else x.beta.float()
+    assert x.log_f is not None
+    inputs = [x.q, x.k, x.v, beta, x.log_f.to(gates), x.read_key, None if x.C is None else x.C.float(), None]
+    spec = kernels.KernelSpec("hopper", plans.GPU(90, 1, "ieee"), options._replace(save=True, final_state=True), None)
+    (_h, C, *saved), _ = run(spec, inputs, True)
+    return run(spec, [*inputs, *saved, p.dh, p.dC.to(C)], False)
+
+
+@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_same_bits_in_slices(case: str, gates: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = PROBLEMS[case]
+    p = delta_problem(
+        model, **{"B": 2, "T": 70, "H": 1, "Hq": 1, "K": 128, "V": 64, **sizes}, dtype=torch.bfloat16
+    )  # fmt: skip
+    whole, launches = solve(p, gates)
+    kernels._plan.cache_clear()
+    B = p.x.q.shape[0]
+    monkeypatch.setattr(batch_slices, "SMALLEST", 0)
+    monkeypatch.setattr(batch_slices, "processors", lambda device: 2 * (B - 1) * p.x.v.shape[2])
+    found, of_slices = solve(p, gates)
+    scans = [launch for launch in of_slices if launch.kernel.__name__ == "channel_dv_kernel"]
+    assert len(scans) == 2 > sum(launch.kernel is scans[0].kernel for launch in launches)
+    assert all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
