@@ -10,7 +10,7 @@ from cases import error
 from delta_cases import MODELS, DeltaProblem, delta_problem
 from delta_parts import PER_STEP, AnyProblem, call, problem_of
 from several_writes import WritesProblem
-from sharded_parts import MESHES, distribute, errors, full, step_errors
+from sharded_parts import MESHES, distribute, errors, full, message_of, step_errors
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -60,12 +60,12 @@ def solve_sharded(
     given: dict[str, Any],
     sizes: tuple[int, ...],
     shards: tuple[str, ...],
-    compiled: bool = False,
+    **compiling: Any,
 ) -> dict[str, float]:
     """Return the errors of all quantities beside those of plain tensors, and the number of collectives."""
     p, leaves, options = problem_with_parameters(given)
     cotangents = {"v": p.dh, "C0": p.dC}
-    return errors(lambda given: call_with(p, given, options), leaves, cotangents, sizes, shards, compiled)
+    return errors(lambda given: call_with(p, given, options), leaves, cotangents, sizes, shards, **compiling)
 
 
 def heads_and_steps(group: dist.ProcessGroup, *, given: dict[str, Any]) -> dict[str, float]:
@@ -121,7 +121,7 @@ def solve_sharded_steps(
     return step_errors(run, plain, torch.tensor([0, 2, 1, 2]), sizes, 1 if one else 2, compiled)
 
 
-def refused(group: dist.ProcessGroup, *, what: str) -> str:
+def refused(group: dist.ProcessGroup, *, what: str, compiled: bool = False) -> str:
     """Return the message of the exception of a call whose placements cannot work."""
     mesh = MESHES[2,]
     given: dict[str, Any] = {"model": "gla" if what.startswith("gla") else "gdn2", "B": 2, "T": 4, "K": 4, "V": 4}
@@ -146,14 +146,13 @@ def refused(group: dist.ProcessGroup, *, what: str) -> str:
         leaves["q"] = plain["q"]
     elif what.endswith("states"):
         options = {**options, "states_every": 2}
-    try:
+
+    def run(leaves: dict[str, Any]) -> Any:
         if what in ("indices", "gla indices", "step indices"):
-            _call_with_indices(p, leaves, what)  # type: ignore[arg-type]
-        else:
-            call_with(p, leaves, options)
-    except (TypeError, ValueError) as refusal:
-        return str(refusal)
-    return "accepted"
+            return _call_with_indices(p, leaves, what)  # type: ignore[arg-type]
+        return call_with(p, leaves, options)
+
+    return message_of(run, leaves, compiled)
 
 
 def _call_with_indices(p: DeltaProblem, leaves: dict[str, Any], what: str) -> None:

@@ -53,12 +53,27 @@ def solve_sharded(
     given: dict[str, Any],
     sizes: tuple[int, ...],
     shards: tuple[str, ...],
-    compiled: bool = False,
+    remade: bool = False,
+    **options: Any,
 ) -> dict[str, float]:
-    """Return the errors of all quantities beside those of plain tensors, and the number of collectives."""
+    """Return the errors of all quantities beside those of plain tensors, and the number of collectives.
+
+    Args:
+        remade: the call gets DTensors that the compiled function has made.
+        group, given, sizes, shards, options: as for :func:`errors`.
+    """
     p = problem(**given)
     cotangents = {name: x for name, x in zip(("C0", "n0"), p.dstate, strict=False) if x is not None}
-    return errors(lambda leaves: call_part(p, leaves), p.leaves, {"v": p.dh, **cotangents}, sizes, shards, compiled)
+
+    def call(leaves: dict[str, Tensor]) -> Any:
+        return call_part(p, {name: made_again(x) if remade else x for name, x in leaves.items()})
+
+    return errors(call, p.leaves, {"v": p.dh, **cotangents}, sizes, shards, **options)
+
+
+def made_again(x: Tensor) -> Tensor:
+    """Return a DTensor made of the local tensor of one; plain tensors are as they are."""
+    return DTensor.from_local(x.to_local(), x.device_mesh, x.placements) if isinstance(x, DTensor) else x
 
 
 def errors(
@@ -67,9 +82,12 @@ def errors(
     cotangents: dict[str, Tensor],
     sizes: tuple[int, ...],
     shards: tuple[str, ...],
-    compiled: bool,
+    compiled: bool = False,
+    dynamic: bool | None = None,
 ) -> dict[str, float]:
     """Return the errors of all quantities of a call beside those of plain tensors, and the number of collectives.
+
+    Those of a compiled call that have other bits than in eager mode have the error infinity.
 
     Args:
         call: from tensors by name to h and the final state.
@@ -77,6 +95,7 @@ def errors(
         cotangents: those of h, as "v", and of the parts of the final state, as "C0" and "n0".
         sizes, shards: of the mesh, and what each of its dimensions shards.
         compiled: compile the call.
+        dynamic: that of torch.compile.
     """
     mesh = MESHES[sizes]
     plain = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
@@ -88,18 +107,30 @@ def errors(
 
     exact = outputs(call(plain))
     truth = torch.autograd.grad(list(exact.values()), list(plain.values()), list(cotangents.values()))
-    fn = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     torch._dynamo.reset()
     each = {name: distribute(name, x, mesh, shards) for name, x in cotangents.items()}
+
+    def solve(fn: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
+        found = outputs(fn(sharded))
+        grads = torch.autograd.grad(list(found.values()), list(sharded.values()), list(each.values()))
+        return {**found, **{f"d{name}": g for name, g in zip(sharded, grads, strict=True)}}
+
+    fn = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic) if compiled else call
+    eager = solve(call) if compiled else {}
     if compiled:
         fn(sharded)
     with torch.profiler.profile() as profile:
-        found = outputs(fn(sharded))
-        grads = torch.autograd.grad(list(found.values()), list(sharded.values()), list(each.values()))
+        found = solve(fn)
     count = collectives_in(profile)
-    result = {name: error(full(found[name]), x) for name, x in exact.items()}
-    result |= {f"d{name}": error(full(g), t) for name, g, t in zip(plain, grads, truth, strict=True)}
+    true = {**exact, **{f"d{name}": t for name, t in zip(plain, truth, strict=True)}}
+    result = {name: error(full(found[name]), x) for name, x in true.items()}
+    result |= {name: math.inf for name, x in eager.items() if not _same(x, found[name])}
     return {**result, "collectives": count}
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Return whether two DTensors have the same placements and bits."""
+    return x.placements == y.placements and x.shape == y.shape and torch.equal(x.to_local(), y.to_local())
 
 
 def solve_sharded_steps(
@@ -164,7 +195,18 @@ def step_errors(
     return {**result, "C": error(full(sharded["C0"]), written["C0"]), "collectives": count}
 
 
-def refused(group: dist.ProcessGroup, *, what: str) -> str:
+def message_of(call: Callable[[dict[str, Any]], Any], leaves: dict[str, Any], compiled: bool) -> str:
+    """Return the message of the exception of a call whose arguments are refused, or "accepted"."""
+    fn = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    expected: tuple[type[Exception], ...] = (torch._dynamo.exc.Unsupported,) if compiled else (TypeError, ValueError)
+    try:
+        fn(leaves)
+    except expected as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+def refused(group: dist.ProcessGroup, *, what: str, compiled: bool = False) -> str:
     """Return the message of the exception of a call whose placements cannot work."""
     mesh = MESHES[2,]
     p = problem("exp", B=2, T=4, H=3 if what == "odd heads" else 2, Hq=1 if what == "odd heads" else 2, K=4, V=4)
@@ -193,13 +235,12 @@ def refused(group: dist.ProcessGroup, *, what: str) -> str:
         leaves["q"] = p.q
     elif what == "mesh":
         leaves["k"] = distribute_tensor(p.k, MESHES[1, 2], [Replicate(), Shard(2)])
-    try:
-        if what == "lengths":
-            state = tfla.State(leaves["C0"], leaves["n0"], leaves["m0"])
-            steps = (leaves[name] for name in PER_STEP)
-            tfla.mlstm_steps(*steps, state, lengths=torch.tensor([1, 2]))  # type: ignore[misc]
-        else:
-            call_part(p, leaves)
-    except (TypeError, ValueError) as refusal:
-        return str(refusal)
-    return "accepted"
+
+    def call(leaves: dict[str, Any]) -> Any:
+        if what != "lengths":
+            return call_part(p, leaves)
+        state = tfla.State(leaves["C0"], leaves["n0"], leaves["m0"])
+        steps = (leaves[name] for name in PER_STEP)
+        return tfla.mlstm_steps(*steps, state, lengths=torch.tensor([1, 2]))  # type: ignore[misc]
+
+    return message_of(call, leaves, compiled)

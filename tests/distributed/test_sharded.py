@@ -44,10 +44,22 @@ def test_results_are_those_of_plain_tensors(pool: Pool, form: str, layout: str, 
     check(pool.run(count, solve_sharded, given=given, sizes=sizes, shards=shards))
 
 
-@pytest.mark.parametrize("form", ["exp", "plain"])
-def test_compiled(pool: Pool, form: str) -> None:
-    given = {"form": form, "B": 4, "Hq": 2, "H": 4, "T": 11}
-    check(pool.run(2, solve_sharded, given=given, sizes=(1, 2), shards=("batch", "heads"), compiled=True))
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the problem, and options
+    "grouped": ({}, {}),
+    "without gates": ({"form": "plain"}, {}),
+    "rows that are not divided evenly": ({"B": 3}, {"sizes": (2,), "shards": ("batch",)}),
+    "made in the graph": ({"form": "plain"}, {"remade": True}),
+    "symbolic sizes": ({}, {"dynamic": True}),
+    "symbolic sizes and a shared head": ({"form": "plain", "Hq": 1}, {"dynamic": True}),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(pool: Pool, name: str) -> None:
+    given, options = COMPILED[name]
+    given = {"form": "exp", "B": 4, "Hq": 2, "H": 4, "T": 11, **given}
+    options = {"sizes": (1, 2), "shards": ("batch", "heads"), **options}
+    check(pool.run(2, solve_sharded, given=given, compiled=True, **options))
 
 
 def test_rows_need_not_be_divided_evenly(pool: Pool) -> None:
@@ -93,4 +105,12 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_placements_that_need_communication_are_refused(pool: Pool, what: str) -> None:
     for message in pool.run(2, refused, what=what):
+        assert re.search(BAD[what], message), message
+
+
+@pytest.mark.parametrize(
+    "what", ["steps", "values", "partial", "mismatch", "state", "odd heads", "plain", "mesh", "lengths"]
+)
+def test_compiled_calls_are_refused_alike(pool: Pool, what: str) -> None:
+    for message in pool.run(2, refused, what=what, compiled=True):
         assert re.search(BAD[what], message), message

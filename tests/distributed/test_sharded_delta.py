@@ -70,6 +70,12 @@ def test_compiled(pool: Pool, given: dict[str, Any]) -> None:
     check(pool.run(2, solve_sharded, given=given, sizes=(1, 2), shards=("batch", "heads"), compiled=True))
 
 
+def test_compiled_with_symbolic_sizes(pool: Pool) -> None:
+    given = {"model": "gdn", "activation": "softplus", "B": 4, "T": 9, "Hq": 2, "H": 4}
+    options = {"sizes": (1, 2), "shards": ("batch", "heads"), "compiled": True, "dynamic": True}
+    check(pool.run(2, solve_sharded, given=given, **options))
+
+
 @pytest.mark.parametrize("given", [{"model": "kda"}, {"model": "gla"}, *FUNCTIONS.values()])
 def test_packed_sequences_over_heads(pool: Pool, given: dict[str, Any]) -> None:
     given = {"lengths": (3, 0, 7), "Hq": 2, "H": 4, **given}
@@ -125,4 +131,10 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_placements_that_need_communication_are_refused(pool: Pool, what: str) -> None:
     for message in pool.run(2, refused, what=what):
+        assert re.search(BAD[what], message), message
+
+
+@pytest.mark.parametrize("what", ["channels", "beta", "bias", "dplr", "partial", "gla plain", "step indices"])
+def test_compiled_calls_are_refused_alike(pool: Pool, what: str) -> None:
+    for message in pool.run(2, refused, what=what, compiled=True):
         assert re.search(BAD[what], message), message

@@ -108,6 +108,16 @@ def _num_shares(mesh: DeviceMesh, shards: Sequence[str | None], name: str) -> in
     return found
 
 
+def _fix_heads(x: DTensor, dims: Dims) -> None:
+    """Make the numbers of heads, of all processes and of this one, constants of the graph that is traced.
+
+    A graph of symbolic sizes cannot tell the one from the other where heads are sharded (PyTorch 2.13).
+    """
+    if dims.heads is not None:
+        for each in (x, x.to_local()):
+            len(range(each.shape[dims.heads]))  # a length is a constant
+
+
 def _local(x: DTensor, wanted: Sequence[str]) -> Tensor:
     """Return the local tensor, whose gradient is a sum over the processes that have different rows or heads of v."""
     of_gradient = [
@@ -151,6 +161,8 @@ def call_locally(
             continue
         per_head = wanted if dims.heads is not None else ["nothing" if w == "heads" else w for w in wanted]
         shared = name in KEYS and dims.heads is not None and x.shape[dims.heads] == 1
+        if torch.compiler.is_compiling():
+            _fix_heads(x, dims)
         _check(name, x, dims, per_head, v.device_mesh, shared)
         local[name] = _local(x, per_head)
     found = run(local)
