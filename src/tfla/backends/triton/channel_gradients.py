@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "first_row", "pitch"])
 def channel_gradients(
     Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
-    sequences, T, tiles_of_head, H, GROUP, per_program, first_row, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd,
-    bb, bt, bh, gb, gt, gh, eb, et, eh, pitch,
+    sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    gb, gt, gh, eb, et, eh, pitch, first_row,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
     SLICED: tl.constexpr,
@@ -359,8 +359,8 @@ def launch(
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
             cotangents, states if dots is None else dots, grads.q, grads.k,
             grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, base.x.sequences,
-            base.T, base.tiles, base.H, base.group, per_program, ctx.first_row or 0, *ctx.input_strides,
-            *time_strides(dh), *time_strides(E), pitch, DV=base.V, BK=tiles.split, BV=tiles.block,
+            base.T, base.tiles, base.H, base.group, per_program, *ctx.input_strides,
+            *time_strides(dh), *time_strides(E), pitch, ctx.first_row or 0, DV=base.V, BK=tiles.split, BV=tiles.block,
             STEP_GATES=not x.channel_gates, LEVELED=leveled, DOTS=0 if dots is None else dots.shape[0],
             PITCHED=pitch != base.T, STAGES=tiles.stages, num_warps=num_warps,
             OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32, compilation=ampere_mmas(x.q.device),
