@@ -105,7 +105,7 @@ HOPPER = (
     "gdn,256,256,bfloat16,packed,state,strided",
 )
 AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
-# Beside Hopper two of them are compiled for, in turn, unless a record is made, but all for the forms of EVERYWHERE.
+# A form is compiled for Hopper and for one of these pairs, in turn; those of EVERYWHERE, or for a record, for both.
 IN_TURN = (("sm_80", "sm_89"), ("sm_100", "sm_120"))
 EVERYWHERE = (
     "exp,256,256,float16,packed,segmented",

@@ -95,7 +95,7 @@ class CallPart:
 class BatchSlice(CallPart):
     """Some of the batch rows of a call, of all of its tensors.
 
-    In a plan rows are copies, which only small tensors have.
+    A plan has to copy rows. Its kernels therefore get the rows of small tensors, and large tensors whole.
 
     Args:
         ctx: The context of the call.

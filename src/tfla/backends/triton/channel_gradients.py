@@ -87,14 +87,14 @@ def channel_gradients(
         states, cotangents: C before each tile and dC after it, (H, tiles, DV, DK).
         dots: dv . E over each of DOTS parts of dhv, (DOTS, B, T, H) float32.
         per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
-        first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
-            dbeta, which have the rows of the slice.
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
             (B, T, H, DK / BK) float32.
         dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
         pitch: with PITCHED the tokens from one batch row of dV, dQ, dK, dR and dF to the next, which are views of a
             part of the steps; without it, and for sums, batch rows follow each other.
+        first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
+            dbeta, which have the rows of the slice.
     """
     PARTS: tl.constexpr = (DK + BK - 1) // BK  # cdiv of constants is a tensor in Triton 3.6
     part = tl.program_id(0) % PARTS
