@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +52,8 @@ MIXTURES: tuple[tuple[tuple[str, Any], ...], ...] = (
 )
 
 CASES = [
-    *itertools.starmap(Case, itertools.product(LAYOUTS, (torch.float64, torch.float32))),
+    *(Case(layout, torch.float64) for layout in LAYOUTS),
+    *(Case(layout, torch.float32) for layout in ("hsdp", "replicas", "tp", "fsdp-tp", "cp-tp", "fsdp-cp")),
     Case("fsdp-tp", torch.float64, "mlstm_sig"),
     Case("hsdp-tp", torch.float64, "attention"),
     Case("cp", torch.float64, "attention"),
@@ -79,8 +79,6 @@ CASES = [
     Case("fsdp-tp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
     Case("cp-tp", torch.float64, "mlstm_sig"),
     Case("cp-tp", torch.float64, "mlstm_sig", (("activation_checkpointing", True),)),
-    Case("cp-tp", torch.float64, "mlstm_exp", (("compile", "aot_eager"),)),
-    Case("fsdp-tp", torch.float64, "mlstm_sig", (("activation_checkpointing", True), ("compile", "aot_eager"))),
     Case("fsdp", torch.float32, "mlstm_exp", (("reshard_after_forward", False),)),
     Case("fsdp", torch.float64, "mlstm_exp", (("blocks_per_gather", 2), ("prefetch", 1))),
     Case("fsdp-cp", torch.float64, fields=(("num_blocks", 5),), options=(("blocks_per_gather", 2), ("prefetch", 2))),
@@ -97,12 +95,13 @@ CASES = [
     Case("cp", torch.float64, fields=MIXTURES[0]),
     Case("fsdp-cp", torch.float64, fields=MIXTURES[1]),
     Case("cp-tp", torch.float64, options=(("activation_checkpointing", True),), fields=MIXTURES[0]),
-    Case("tp", torch.float64, options=(("compile", "aot_eager"),), fields=MIXTURES[0]),
-    Case("cp-tp", torch.float64, options=(("compile", "aot_eager"),), fields=MIXTURES[1]),
-    Case("fsdp-tp", torch.float64, "mamba2", (("activation_checkpointing", True), ("compile", "aot_eager"))),
-    *(
-        Case(layout, torch.float64, "attention", (("activation_checkpointing", True), ("compile", "aot_eager")))
-        for layout in ("tp", "fsdp-tp", "cp-tp")
+    Case("tp", torch.float64, options=(("compile", "aot_eager"),), fields=(("layers", ("gated_delta_net", "mamba2")),)),
+    Case("cp-tp", torch.float64, options=(("compile", "aot_eager"),), fields=(("layers", ("kda", "retnet")),)),
+    Case(
+        "cp-tp",
+        torch.float64,
+        options=(("activation_checkpointing", True), ("compile", "aot_eager")),
+        fields=(("layers", ("mlstm_exp", "attention")),),
     ),
     Case(
         "hsdp-tp",
