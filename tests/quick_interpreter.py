@@ -2,11 +2,13 @@
 
 The results are the same in every bit. The interpreter scans and reduces with a function of a kernel one element after
 another; here a call has all elements of one position along the axis. It replaces the functions of Triton's language at
-each call of a jitted function; here it does at each launch. It builds a table of dtypes at each operation; here once.
+each call of a jitted function; here it does at each launch. It builds a table of dtypes at each operation, and types and
+shapes of the language for each tensor; here once. It looks for overflows of integers, and then says nothing of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 Array = np.ndarray[Any, Any]
@@ -86,8 +89,76 @@ def replacing_once(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return replace
 
 
+def remembering_blocks(original: Callable[..., None]) -> Callable[..., None]:
+    """Return `block_type.__init__` with a table of what types of the same element and shape consist of."""
+    known: dict[tuple[str, tuple[Any, ...]], dict[str, Any]] = {}
+    at_once: dict[tuple[str, int], dict[str, Any]] = {}  # by the shape of an earlier type, as the same object
+
+    def initialize(self: Any, element_ty: Any, shape: Any) -> None:
+        found = at_once.get((element_ty.name, id(shape)))
+        if found is None or found["shape"] is not shape:
+            numbers = tuple(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+            found = known.get((element_ty.name, numbers))
+            if found is None:
+                original(self, element_ty, shape)
+                found = {**self.__dict__, "of_tensors": []}
+                known[element_ty.name, numbers] = at_once[element_ty.name, id(self.shape)] = found
+        self.__dict__.update(found)
+        self.element_ty = element_ty
+
+    return initialize
+
+
+def remembering_shapes(original: Callable[..., None]) -> Callable[..., None]:
+    """Return `tensor.__init__`, which takes the shape and the size from an earlier tensor of the same type."""
+    of_scalars: list[Any] = []
+
+    def initialize(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        known = getattr(type, "of_tensors", None) if type.is_block() else of_scalars
+        if known:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+        else:
+            original(self, handle, type)
+            if known is not None:
+                known += self.shape, self.numel
+
+    return initialize
+
+
+def only_where_shapes_differ(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `broadcast_impl_value`, which returns tensors of one shape as they are."""
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape and lhs.shape else original(self, lhs, rhs)
+
+    return broadcast
+
+
+def only_where_types_differ(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `binary_op_type_checking_impl`, which returns tensors of one shape and type of numbers as they are."""
+
+    def check(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        alike = (
+            isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype
+            and lhs.shape is rhs.shape and not lhs.dtype.is_ptr() and len(flags) < 4 and not named.get("div_or_mod")
+        )  # fmt: skip
+        return (lhs, rhs) if alike else original(self, lhs, rhs, *flags, **named)
+
+    return check
+
+
 def use_quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", scan)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
     monkeypatch.setattr(interpreter, "_get_np_dtype", remembering_dtypes(interpreter._get_np_dtype))
     monkeypatch.setattr(interpreter, "_patch_lang", replacing_once(interpreter._patch_lang))
+    monkeypatch.setattr(tl.block_type, "__init__", remembering_blocks(tl.block_type.__init__))
+    monkeypatch.setattr(tl.tensor, "__init__", remembering_shapes(tl.tensor.__init__))
+    semantic = TritonSemantic
+    monkeypatch.setattr(semantic, "broadcast_impl_value", only_where_shapes_differ(semantic.broadcast_impl_value))
+    check = semantic.binary_op_type_checking_impl
+    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", only_where_types_differ(check))
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:  # what is found of overflows goes to assertions, which these options leave out
+        monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
