@@ -2,8 +2,9 @@
 
 The results are the same in every bit. The interpreter scans and reduces with a function of a kernel one element after
 another; here a call has all elements of one position along the axis. It replaces the functions of Triton's language at
-each call of a jitted function; here it does at each launch. It builds a table of dtypes at each operation, and types and
-shapes of the language for each tensor; here once. It looks for overflows of integers, and then says nothing of them.
+each call of a jitted function; here it does at each launch. It makes a table of dtypes at each operation, and types and
+shapes for each tensor; here it makes them once. It computes overflows of integers for assertions that its options leave
+out; here it does not.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def remembering_shapes(original: Callable[..., None]) -> Callable[..., None]:
     """Return `tensor.__init__`, which takes the shape and the size from an earlier tensor of the same type."""
     of_scalars: list[Any] = []
 
-    def initialize(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+    def initialize(self: Any, handle: Any, type: Any) -> None:
         known = getattr(type, "of_tensors", None) if type.is_block() else of_scalars
         if known:
             self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -121,7 +122,7 @@ def remembering_shapes(original: Callable[..., None]) -> Callable[..., None]:
         else:
             original(self, handle, type)
             if known is not None:
-                known += self.shape, self.numel
+                known.extend((self.shape, self.numel))
 
     return initialize
 
@@ -160,5 +161,5 @@ def use_quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     check = semantic.binary_op_type_checking_impl
     monkeypatch.setattr(semantic, "binary_op_type_checking_impl", only_where_types_differ(check))
     builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # what is found of overflows goes to assertions, which these options leave out
+    if not builder.options.debug:  # else assertions tell of overflows
         monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))

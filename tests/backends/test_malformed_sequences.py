@@ -102,7 +102,7 @@ def skip_if_it_reads_them(implementation: Implementation) -> None:
     [
         ("normalized", 1000),
         pytest.param("normalized", 32, marks=pytest.mark.interpreter),
-        pytest.param("plain", 1000, marks=pytest.mark.interpreter),
+        ("plain", 1000),
         ("plain", 32),
     ],
     ids=["normalized-whole", "normalized-segments", "plain-whole", "plain-segments"],

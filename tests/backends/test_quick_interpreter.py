@@ -153,7 +153,7 @@ def test_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operands_of_unequal_types_are_refused() -> None:
     with pytest.raises(interpreter.InterpreterError, match="incompatible dimensions"):
         unequal_kernel[(1,)](values(8))
-    with pytest.raises(interpreter.InterpreterError, match="Cannot add pointers|cannot add pointers"):
+    with pytest.raises(interpreter.InterpreterError, match="cannot add pointers"):
         pointers_kernel[(1,)](values(8))
 
 

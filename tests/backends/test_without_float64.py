@@ -55,14 +55,14 @@ def test_delta_rule(model: str, gates: str) -> None:
             chosen.backward(p.x, out, p.dh, p.dC, p.spec(chosen.kernels[0]))
 
 
-@pytest.mark.parametrize("lengths", [None, (70, 0, 30)], ids=["batch", "packed"])
+@pytest.mark.parametrize("lengths", [None, (25, 0, 15)], ids=["batch", "packed"])
 @pytest.mark.parametrize("closed", [False, True], ids=["any gates", "closed gates"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("backend", "kernel"), PLAIN_PYTORCH)
 def test_backends(backend: str, kernel: str, form: str, closed: bool, lengths: tuple[int, ...] | None) -> None:
     """Closed gates are not taken apart."""
-    p: Problem = problem(form, T=100, lengths=lengths, dtype=torch.float32)
-    f = torch.where(torch.arange(100)[:, None] % 9 == 5, -1e5, p.f) if closed else p.f
+    p: Problem = problem(form, T=40, lengths=lengths, dtype=torch.float32)
+    f = torch.where(torch.arange(40)[:, None] % 9 == 5, -1e5, p.f) if closed else p.f
     assert p.state is not None
     assert p.i is not None
     with WithoutFloat64():
@@ -71,7 +71,7 @@ def test_backends(backend: str, kernel: str, form: str, closed: bool, lengths: t
         else:
             log_i, log_f = log_gates(p.i, f, form)  # type: ignore[arg-type]
         x = Inputs(p.q, p.k, p.v, log_i, log_f, *p.state, p.cu_seqlens)
-        spec = Spec(0.5, p.normalize, True, 64, kernel, True, True)
+        spec = Spec(0.5, p.normalize, True, 16, kernel, True, True)
         out = BACKENDS[backend].forward(x, spec)
         grads = BACKENDS[backend].backward(x, out, p.dh, p.dstate.C, p.dstate.n, spec)
     assert all(t.dtype == torch.float32 for t in (*out, *grads))

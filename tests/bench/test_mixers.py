@@ -76,7 +76,7 @@ class Addresses:
         assert not freed, f"{freed} of {len(self.read)} weights and states of the graph were freed"
 
 
-@pytest.mark.parametrize("mixer", get_args(Mixer))
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "kda", "mamba2", "attention"])  # each kind of state
 def test_what_a_graph_reads_outlives_its_capture(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's weights and state are there at each replay, as long as the benchmark holds its work."""
     step, read = MIXERS[mixer].step, list[torch.Tensor]()

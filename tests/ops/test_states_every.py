@@ -92,7 +92,7 @@ def test_states_are_those_of_calls_that_stop_there(
     close(h, whole, dtype)
     close(last.C, final.C, dtype)
     assert states.C.shape == (2, T // every, H, K, V)
-    for j in range(T // every):
+    for j in range(0, T // every, 1 + T // every // 8):
         _, stopped = call(cut(x, 0, (j + 1) * every), states_every=every, **options)[:2]
         for name in ("C", "n", "m"):
             own = getattr(states, name)
@@ -183,7 +183,7 @@ def test_gradients_reach_the_states() -> None:
         h, last, states = mlstm_sig(own, return_state=True, states_every=5)  # m of mLSTMexp carries no gradient
         return h, last.C, states.C
 
-    assert torch.autograd.gradcheck(values, [x[name] for name in "qkvif"])
+    assert torch.autograd.gradcheck(values, [x[name] for name in "qkvif"], fast_mode=True)
 
 
 @pytest.mark.parametrize(

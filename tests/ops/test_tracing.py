@@ -156,19 +156,28 @@ def operator_arguments(
     return tensors, (0.5, p.normalize, True, 5, implementation.backend, implementation.kernel)
 
 
-@pytest.mark.parametrize(("layout", "save"), [(as_it_is, True), (transposed, True), (as_it_is, False)])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_opcheck_forward(implementation: Implementation, case: dict[str, Any], layout: Layout, save: bool) -> None:
-    tensors, rest = operator_arguments(implementation, case, layout)
+@pytest.mark.parametrize(
+    ("case", "layout", "save"),
+    [
+        *((case, as_it_is, True) for case in CASES),
+        ("exp", transposed, True),
+        ("packed", transposed, True),
+        ("exp", as_it_is, False),
+        ("grouped heads", as_it_is, False),
+    ],
+)
+def test_opcheck_forward(implementation: Implementation, case: str, layout: Layout, save: bool) -> None:
+    tensors, rest = operator_arguments(implementation, CASES[case], layout)
     if not save:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     torch.library.opcheck(torch.ops.tfla.attend.default, (*tensors, *rest, save, True))
 
 
-@pytest.mark.parametrize("layout", [as_it_is, transposed])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_opcheck_backward(implementation: Implementation, case: dict[str, Any], layout: Layout) -> None:
-    tensors, rest = operator_arguments(implementation, case, layout)
+@pytest.mark.parametrize(
+    ("case", "layout"), [*((case, as_it_is) for case in CASES), ("exp", transposed), ("packed", transposed)]
+)
+def test_opcheck_backward(implementation: Implementation, case: str, layout: Layout) -> None:
+    tensors, rest = operator_arguments(implementation, CASES[case], layout)
     tensors = tuple(None if x is None else x.detach() for x in tensors)
     h, C, n, _, d, chunk_C, chunk_n = torch.ops.tfla.attend(*tensors, *rest, True, True)
     dn = torch.ones_like(n) if rest[1] else None

@@ -102,7 +102,7 @@ def test_tangents_are_those_of_the_recurrence(implementation: Implementation, ca
     check({name: x.detach().cpu() for name, x in primal.items()}, {name: truth(p)[name] for name in primal}, p.dtype)
 
 
-@pytest.mark.parametrize("case", [{}, {"form": "sigmoid", "Hq": 1}, {"T": 70, "B": 1}], ids=["exp", "grouped", "tiles"])
+@pytest.mark.parametrize("case", [{"T": 70, "B": 1}, {"form": "sigmoid", "Hq": 1}], ids=["tiles", "grouped"])
 def test_tangents_in_a_compiled_function(implementation: Implementation, case: dict[str, Any]) -> None:
     p = problem(dtype=implementation.widest, **case)
     _, found = jvp_of(p, implementation, compiled)
@@ -130,8 +130,7 @@ def test_tangents_of_inputs_of_fewer_bits(implementation: Implementation, dtype:
     check_tangents(found, tangents_of_truth(p, tangents_of(p)), dtype)
 
 
-@pytest.mark.parametrize("f_mean", [8.0, 14.0])
-@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("form", "f_mean"), [("exp", 8.0), ("sigmoid", 14.0)])
 def test_tangents_over_a_long_memory(form: str, f_mean: float) -> None:
     """Sums of thousands of tangents of log-gates, some of which close: float32 sees none of them as a difference."""
     implementation = Implementation("chunkwise", "segmented", "cpu")
@@ -349,8 +348,7 @@ def test_gradgradcheck() -> None:
     assert torch.autograd.gradcheck(outputs, tuple(leaves.values()), check_forward_ad=True, check_backward_ad=False)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_transforms_of_a_compiled_function(implementation: Implementation, backend: str) -> None:
+def test_transforms_of_a_compiled_function(implementation: Implementation) -> None:
     """Dual tensors are compiled for; PyTorch runs a function uncompiled that torch.func transforms from outside."""
     torch.compiler.reset()
     p = problem(dtype=implementation.widest, **SMALL)
@@ -360,7 +358,7 @@ def test_transforms_of_a_compiled_function(implementation: Implementation, backe
         return call(p, {**leaves_of(p, implementation), "q": x}, **implementation.options)[0]
 
     expected = jvp(h, (q,), (tangent,))[1]
-    compiled_h = torch.compile(h, backend=backend)
+    compiled_h = torch.compile(h, backend="aot_eager")
     assert torch.equal(compiled_h(q), h(q))
     with fwAD.dual_level():
         assert error(fwAD.unpack_dual(compiled_h(fwAD.make_dual(q, tangent))).tangent, expected) < 1e-6
