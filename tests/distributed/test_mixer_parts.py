@@ -17,8 +17,7 @@ from context_parts import own_steps
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from process_pool import Pool, RankError
-from processes import run_on_processes
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -259,7 +258,7 @@ def _difference_of_compiled(group: dist.ProcessGroup, mixer: str, order: str) ->
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, starts: module(x, document_start=starts)[0], backend="aot_eager", fullgraph=True)
     worst = 0.0
-    for T in (8, 12):
+    for T in (8,) if mixer == "retnet" else (8, 12):  # symbolic sizes are those of mamba2, with a convolution besides
         x = torch.randn(1, T, 16, dtype=torch.float64, requires_grad=True)
         starts = torch.zeros(1, T, dtype=torch.bool)
         starts[0, 3 + dist.get_rank(group)] = True
@@ -289,7 +288,7 @@ def _generated(group: dist.ProcessGroup, *, ids: torch.Tensor, order: str, shard
     model, found = hybrid(), []
     rank, size, state = dist.get_rank(group), dist.get_world_size(group), None
     if sharded:
-        parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), cp_order=order)
+        parallelize(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)), cp_order=order)
     else:
         for module in model.modules():
             if hasattr(module, "context_parallel"):
@@ -307,12 +306,6 @@ def _generated(group: dist.ProcessGroup, *, ids: torch.Tensor, order: str, shard
     return torch.stack(found, 1)
 
 
-def _generated_by_all(ids: torch.Tensor, order: str) -> torch.Tensor:
-    """Return what :func:`_generated` does on all processes, with sharded parameters."""
-    assert dist.group.WORLD is not None
-    return _generated(dist.group.WORLD, ids=ids, order=order, sharded=True)
-
-
 def hybrid() -> LanguageModel:
     torch.manual_seed(0)
     layers = ("mlstm_exp", "gated_delta_net", "retnet", "attention")
@@ -325,11 +318,7 @@ def test_a_shared_prompt_is_continued_by_steps(pool: Pool, order: str, sharded: 
     """Processes read a prompt together, in two parts, and each of them then has the states to generate."""
     ids = torch.randint(0, 8, (2, 52), generator=torch.Generator().manual_seed(0))
     expected = hybrid()(ids)[:, 48:].detach()
-    if sharded:
-        found = [run_on_processes(4, _generated_by_all, ids, order)]
-    else:
-        found = pool.run(4, _generated, ids=ids, order=order, sharded=False)
-    for logits in found:
+    for logits in pool.run(4, _generated, ids=ids, order=order, sharded=sharded):
         assert error(logits, expected) <= EXACT
 
 
@@ -380,9 +369,9 @@ def test_packed_sequences_continue_in_a_model_of_many_mixers(pool: Pool, size: i
         assert error(sum(gradients), p.grad) <= EXACT
 
 
-def _text_of_sharded_model(ids: torch.Tensor) -> torch.Tensor:
-    """Return what a model generates whose parameters all processes share."""
-    model = parallelize(hybrid(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
+def _text_of_sharded_model(group: dist.ProcessGroup, *, ids: torch.Tensor) -> torch.Tensor:
+    """Return what a model generates whose parameters the processes share."""
+    model = parallelize(hybrid(), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",)))
     text = torch.stack(list(generate(model, ids, 6, temperature=0)), 1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     with pytest.raises(ValueError, match=r"^draft: got one with a model whose parameters FSDP2 shards, expected None"):
@@ -390,10 +379,10 @@ def _text_of_sharded_model(ids: torch.Tensor) -> torch.Tensor:
     return text
 
 
-def test_a_sharded_model_generates() -> None:
+def test_a_sharded_model_generates(pool: Pool) -> None:
     ids = torch.randint(0, 8, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = torch.stack(list(generate(hybrid(), ids, 6, temperature=0)), 1)
-    assert torch.equal(run_on_processes(2, _text_of_sharded_model, ids), expected)
+    assert all(torch.equal(text, expected) for text in pool.run(2, _text_of_sharded_model, ids=ids))
 
 
 def _verified_by_sharded_model(group: dist.ProcessGroup, *, mixers: tuple[str, ...], name: str) -> None:

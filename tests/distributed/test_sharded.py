@@ -34,19 +34,28 @@ def check(found: list[dict[str, Any]]) -> None:
         assert all(error <= EXACT for error in of_rank.values()), of_rank
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 8), (1, 4)], ids=["equal", "grouped", "one shared"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("form", FORMS)
-def test_results_are_those_of_plain_tensors(pool: Pool, form: str, layout: str, heads: tuple[int, int]) -> None:
+def solve(pool: Pool, layout: str, form: str, heads: tuple[int, int]) -> None:
     sizes, shards = LAYOUTS[layout]
     count = 4 if len(sizes) == 2 else sizes[0]
     given = {"form": form, "B": 4, "Hq": heads[0], "H": heads[1], "T": 11}
     check(pool.run(count, solve_sharded, given=given, sizes=sizes, shards=shards))
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 8), (1, 4)], ids=["equal", "grouped", "one shared"])
+@pytest.mark.parametrize("form", FORMS)
+def test_results_are_those_of_plain_tensors(pool: Pool, form: str, heads: tuple[int, int]) -> None:
+    solve(pool, "both", form, heads)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "both"])
+@pytest.mark.parametrize("form", ["exp", "plain"])  # with all arguments, and with the fewest
+def test_layouts(pool: Pool, form: str, layout: str) -> None:
+    for heads in ((4, 8), (1, 4)):
+        solve(pool, layout, form, heads)
+
+
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the problem, and options
     "grouped": ({}, {}),
-    "without gates": ({"form": "plain"}, {}),
     "rows that are not divided evenly": ({"B": 3}, {"sizes": (2,), "shards": ("batch",)}),
     "made in the graph": ({"form": "plain"}, {"remade": True}),
     "symbolic sizes": ({}, {"dynamic": True}),
