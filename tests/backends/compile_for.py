@@ -9,8 +9,9 @@ in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward
 being strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, and single a call of one
 head; its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the
 kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled.
-With [parallel] only the kernels of context parallelism are compiled. The short convolution of a layer is the kernel
-"convolution", with its size, the channels and the dtype in place of gate and dims, and [bias] [packed] [state].
+With [parallel] only the kernels of context parallelism are compiled, and with [only=NAME+NAME] only those of these
+names. The short convolution of a layer is the kernel "convolution", with its size, the channels and the dtype in place
+of gate and dims, and [bias] [packed] [state].
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tfla.nn.mixers import fused_convolution
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
 SEGMENT = 128  # steps between stored states of what is segmented
-LENGTHS = ((2, 1100), (1, 1100), (2, 1024), (1, 1025), (3, 2048), (40, 1024), (2, 700), (1, 70))  # sequences, steps
+LENGTHS = ((2, 1100), (1, 1100), (2, 1024), (1, 1025), (3, 2048), (17, 1024), (2, 700), (1, 70))  # sequences, steps
 PROCESSORS = 132
 KERNELS = ("triton.fused", "triton.paper.tfla", "triton.decode", "triton.delta", "triton.delta_decode", "hopper.fused")
 # Models of the delta rule: the dims of their gates; whether they have a read key, which reads before the decay.
@@ -131,9 +132,12 @@ def resources(kernel: Any) -> dict[str, int]:
 def compile_only(found: dict[str, dict[str, Any]], case: str = "") -> None:
     """Launches compile and do not run; what they compiled is added to `found`."""
     launch, variants = JITFunction.run, case.split(",")
+    only = [name for x in variants if x.startswith("only=") for name in x.removeprefix("only=").split("+")]
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         if "parallel" in variants and not self.__name__.startswith(("own_", "join_")):
+            return None
+        if only and self.__name__ not in only:
             return None
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel is None:
