@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -69,10 +70,9 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
-@pytest.mark.parametrize("name", CALLS)
-def test_results_and_gradients(name: str, spec: P) -> None:
-    """Arrays that calls make by themselves, such as states of zero, may be divided in another way than the inputs."""
+@functools.cache
+def on_one_device(name: str) -> tuple[Any, list[Any], Any]:
+    """Return the compiled function of a call, its inputs, and its results and gradients on one device."""
     keys = iter(jax.random.split(jax.random.key(0), 5))
     x = [jax.random.normal(next(keys), (B, T, H, n), float) for n in (K, K, V)]
     x += [-jnp.abs(jax.random.normal(next(keys), (B, T, H), float)) for _ in range(2)]
@@ -82,7 +82,14 @@ def test_results_and_gradients(name: str, spec: P) -> None:
         return sum(jnp.sin(t).sum() for t in jax.tree.leaves(found)), jax.tree.leaves(found)[0]
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    expected = run(x)
+    return run, x, run(x)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients(name: str, spec: P) -> None:
+    """Arrays that calls make by themselves, such as states of zero, may be divided in another way than the inputs."""
+    run, x, expected = on_one_device(name)
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):
         placed = [jax.device_put(t, NamedSharding(mesh, spec)) for t in x]
