@@ -93,7 +93,7 @@ def replacing_once(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def remembering_blocks(original: Callable[..., None]) -> Callable[..., None]:
     """Return `block_type.__init__` with a table of what types of the same element and shape consist of."""
     known: dict[tuple[str, tuple[Any, ...]], dict[str, Any]] = {}
-    at_once: dict[tuple[str, int], dict[str, Any]] = {}  # by the shape of an earlier type, as the same object
+    at_once: dict[tuple[str, int], dict[str, Any]] = {}  # by the identity of a shape, whose numbers need not be read
 
     def initialize(self: Any, element_ty: Any, shape: Any) -> None:
         found = at_once.get((element_ty.name, id(shape)))
@@ -140,6 +140,7 @@ def only_where_types_differ(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `binary_op_type_checking_impl`, which returns tensors of one shape and type of numbers as they are."""
 
     def check(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        # The fourth flag is div_or_mod: a quotient of two float16 tensors is computed in float32.
         alike = (
             isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype
             and lhs.shape is rhs.shape and not lhs.dtype.is_ptr() and len(flags) < 4 and not named.get("div_or_mod")
@@ -161,5 +162,5 @@ def use_quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     check = semantic.binary_op_type_checking_impl
     monkeypatch.setattr(semantic, "binary_op_type_checking_impl", only_where_types_differ(check))
     builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # else assertions tell of overflows
+    if not builder.options.debug:  # with `debug` assertions report overflows
         monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))

@@ -1,7 +1,7 @@
 """Tests that the Hopper kernels compile, fit a multiprocessor and keep their MMAs asynchronous. No GPU is needed.
 
-With TFLA_COMPILE=all more combinations of gates, head dims and variants are compiled. Where Triton is too old for the
-kernels, the backend warns once.
+With TFLA_COMPILE=record, or =all, more combinations of gates, head dims and variants are compiled. Where Triton is too
+old for the kernels, the backend warns once.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ REFUSED = {
 }
 COMPILED = [  # every case, and every operator
     ("linear_attention", "state"), ("delta_rule", "offsets"), ("delta_rule", "chunk"), ("mlstm", "kernel"),
-    ("linear_attention", "shape"), ("dplr", "shape"),
+    ("linear_attention", "shape"), ("delta_product", "shape"), ("dplr", "shape"),
 ]  # fmt: skip
 
 
