@@ -87,7 +87,7 @@ class InterpretedPlan:
                 if step.dtype.is_floating_point:
                     values[step.result].fill_(torch.nan)
             elif isinstance(step, Fill):
-                values[step.target].zero_()
+                values[step.target].fill_(step.value)
             elif isinstance(step, Copy):
                 values[step.target].copy_(values[step.source])
             elif isinstance(step, Resize):

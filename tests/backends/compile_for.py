@@ -7,11 +7,11 @@ with commas between, gate plain being linear attention without an input gate or 
 parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
 in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward] [strided] [float32] [single], strided
 being strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, and single a call of one
-head; its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the
-kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled.
-With [parallel] only the kernels of context parallelism are compiled, and with [only=NAME+NAME] only those of these
-names. The short convolution of a layer is the kernel "convolution", with its size, the channels and the dtype in place
-of gate and dims, and [bias] [packed] [state].
+head; with [weighted] gla has input gates, too. Its decoding is "delta_steps" with [several] [low]. Both have a model of
+MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS
+multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are compiled, and with
+[only=NAME+NAME] only those of these names. The short convolution of a layer is the kernel "convolution", with its size,
+the channels and the dtype in place of gate and dims, and [bias] [packed] [state].
 """
 
 from __future__ import annotations
@@ -243,6 +243,8 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
     padding, gate_dtype = 4 if "strided" in variant else 0, "float32" if "float32" in variant else None
     heads = 1 if "single" in variant else H
     x, options = delta_inputs(model, 1, T, K, V, dtype, padding, gate_dtype, heads)
+    if "weighted" in variant:
+        x["log_i"] = -torch.rand(1, T, heads)
     options["backend"] = backend
     if "segmented" in variant:
         options |= {"kernel": "segmented", "chunk_size": SEGMENT}

@@ -94,7 +94,8 @@ CHANNEL_SPILLED = {
     "gla,256,512,bfloat16,float32": {
         "channel_gradients_kernel": 256, "channel_operands_kernel": 128, **WIDE_SCANS,
     },
-    "gla,256,512,bfloat16,packed,state": WIDE_SCANS,
+    "gla,256,512,bfloat16": {"channel_gradients_kernel": 256},
+    "gla,256,512,bfloat16,packed,state,weighted": {"channel_gradients_kernel": 256, **WIDE_SCANS},
 }  # fmt: skip
 
 

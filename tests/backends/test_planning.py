@@ -11,6 +11,7 @@ from triton.runtime.driver import driver
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.gpu import config, planning
+from tfla.backends.gpu.replay import fill_with_ones
 from tfla.backends.gpu.runtime import PlannedGPU, planned_gpu
 
 
@@ -43,8 +44,10 @@ def test_operations_of_pytorch_are_refused() -> None:
         recorder = planning.PlanRecorder(x)
         zeros = recorder.do(torch.Tensor.zero_, recorder.new(3))
         assert recorder.do(torch.Tensor.copy_, recorder.new(3), zeros).shape == (3,)
+        ones = recorder.do(fill_with_ones, recorder.new(3))
         with pytest.raises(NotImplementedError, match="an operation of PyTorch"):
             recorder.do(lambda t: t.sum(0), zeros)
-    plan = recorder.finish([zeros])
-    assert [type(step).__name__ for step in plan.steps] == ["Allocate", "Fill", "Allocate", "Copy"]
-    assert plan.results == (len(x),)
+    plan = recorder.finish([zeros, ones])
+    assert [type(step).__name__ for step in plan.steps] == ["Allocate", "Fill", "Allocate", "Copy", "Allocate", "Fill"]
+    assert [step.value for step in plan.steps if isinstance(step, planning.Fill)] == [0.0, 1.0]
+    assert plan.results == (len(x), len(x) + 2)

@@ -57,7 +57,7 @@ def run(spec: kernels.KernelSpec, given: list[Tensor | None], forward: bool) -> 
 def solve(p: DeltaProblem, gates: torch.dtype) -> tuple[list[Tensor], list[Launch]]:
     """Return the gradients of a problem and the launches of its backward."""
     x, options = p.x, p.spec("fused")
-    beta = torch.ones(x.v.shape[:3]) if x.beta is None else x.beta.float()
+    beta = None if x.beta is None else x.beta.float()
     assert x.log_f is not None
     inputs = [x.q, x.k, x.v, beta, x.log_f.to(gates), x.read_key, None if x.C is None else x.C.float(), None]
     spec = kernels.KernelSpec("hopper", plans.GPU(90, 1, "ieee"), options._replace(save=True, final_state=True), None)

@@ -223,7 +223,8 @@ def test_slices_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, m
     B, T, H = 2, 256, 2
     keys, values, states = ((B, T, H, K), "bfloat16"), ((B, T, H, V), "bfloat16"), ((B, H, K, V), "float32")
     saved = (values, ((B, T, H, 64), "float16")) if correct else (((0,), "float32"),) * 2
-    given = (keys, keys, values, ((B, T, H), "float32"), keys, None, states, None, *saved, values, states)
+    beta = ((B, T, H), "float32") if correct else None
+    given = (keys, keys, values, beta, keys, None, states, None, *saved, values, states)
     plan = delta_kernels._plan(spec, given, False)
     arrays = [None if x is None else jax.ShapeDtypeStruct(x[0], x[1]) for x in given]
     module = jax.jit(plan).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()

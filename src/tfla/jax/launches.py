@@ -281,7 +281,7 @@ class LoweredPlan:
                 values[step.result] = vary(made, axes)
             elif isinstance(step, Fill):
                 target = self.rows.overwritten(values, step.target)
-                values[target] = vary(jnp.zeros_like(values[target]), axes)
+                values[target] = vary(jnp.full_like(values[target], step.value), axes)
             elif isinstance(step, Copy):
                 target = self.rows.overwritten(values, step.target)
                 values[target] = values[self.rows.number(step.source)].astype(values[target].dtype)

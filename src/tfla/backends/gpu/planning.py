@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tfla.backends.gpu import side_by_side
-from tfla.backends.gpu.replay import LaunchRecorder
+from tfla.backends.gpu.replay import LaunchRecorder, fill_with_ones
 from tfla.backends.gpu.runtime import INTERPRETED, PlannedGPU, planned_for
 
 
@@ -31,9 +31,10 @@ class Allocate(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """The filling of a whole tensor with zeros."""
+    """The filling of a whole tensor with one value."""
 
     target: int
+    value: float = 0.0
 
 
 class Copy(NamedTuple):
@@ -226,13 +227,16 @@ class PlanRecorder(LaunchRecorder):
         return self.new(*shape, dtype=dtype)
 
     def do(self, fn: Callable[..., Any], *read: Any) -> Any:
-        """Record an operation: `Tensor.zero_`, `Tensor.copy_`, or the making of a TMA descriptor.
+        """Record an operation: `Tensor.zero_`, `fill_with_ones`, `Tensor.copy_`, or the making of a TMA descriptor.
 
         Raises:
             NotImplementedError: it is another operation, which plans do not have.
         """
         if fn is Tensor.zero_:
             self.plan.append(Fill(self.numbers[id(read[0])]))
+            return read[0]
+        if fn is fill_with_ones:
+            self.plan.append(Fill(self.numbers[id(read[0])], 1.0))
             return read[0]
         if fn is Tensor.copy_:
             self.plan.append(Copy(*(self.numbers[id(t)] for t in read)))

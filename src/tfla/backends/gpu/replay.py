@@ -109,6 +109,11 @@ def resized(shape: tuple[int, ...], x: Tensor) -> Tensor:
     return pad(x, [n for new, old in last_first for n in (0, new - old)]).contiguous()
 
 
+def fill_with_ones(x: Tensor) -> Tensor:
+    """Write 1 to all of x and return it."""
+    return x.fill_(1.0)
+
+
 # A recorded step is a function, the numbers of the operands that it reads, and one of these:
 #   a list    The step is a launch, and the list has its further arguments.
 #   a bool    The result of the step is the next operand, which is a tensor (True) or a tensor descriptor (False).

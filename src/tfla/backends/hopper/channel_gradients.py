@@ -837,7 +837,8 @@ def launch(
     count = base.tiles * base.H
     programs = host.balanced_programs(count, max(1, host.processors(x.q.device) // blocks))
     short = ctx.log_f.element_size() == 2  # else shared memory has no room for a second tile's keys
-    columns, stages = 32, 4 - ctx.spec.correct
+    # Shared memory has room for a fourth stage without values of reads and without the sums of the gradient of beta.
+    columns, stages = 32, 3 if ctx.spec.correct or x.beta is not None else 4
     # The last columns of a tile come when both consumers have left its first ones, and so the scores of the one before.
     key_stages = 2 if short and ceil_div(base.V, columns) > stages else 1
     base.launch(channel_gradients_kernel, (programs, blocks),

@@ -21,7 +21,7 @@ from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results,
 from tfla.backends.gpu.checkpoints import checkpoint_shape
 from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, kernel_config, power_of_two
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
+from tfla.backends.gpu.replay import LaunchRecorder, fill_with_ones, recorded_launches, recording
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import channel_rule, delta_kernels
 
@@ -111,7 +111,7 @@ def launch_context(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, rows: Tensor | None = None
 ) -> tuple[LaunchContext, Tensor]:
     """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H)."""
-    beta = recorder.do(lambda v: v.new_ones(v.shape[:3], dtype=torch.float32), x.v) if x.beta is None else x.beta
+    beta = recorder.do(fill_with_ones, recorder.new(*x.v.shape[:3])) if x.beta is None else x.beta
     log_f = beta if x.log_f is None or x.channel_gates else x.log_f
     as_linear_attention = Inputs(x.q, x.k, x.v, None, log_f, x.C, None, None, x.cu_seqlens)
     offsets = beta if x.cu_seqlens is None else x.cu_seqlens

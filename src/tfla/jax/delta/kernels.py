@@ -31,7 +31,7 @@ class KernelArrays(NamedTuple):
     q: Array  # (B, T, Hq, dqk)
     k: Array  # (B, T, Hq, dqk)
     v: Array  # (B, T, H, dhv)
-    beta: Array  # (B, T, H), float32 or the dtype of q
+    beta: Array | None  # (B, T, H), float32 or the dtype of q; None: all 1
     log_f: Array | None  # (B, T, H) or (B, T, H, dqk), float32 or the dtype of q; kernels clamp it
     read_key: Array | None  # (B, T, Hq, dqk)
     C: Array | None  # (N, H, dqk, dhv) float32
@@ -253,13 +253,13 @@ gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
-    """Return the arrays that kernels read: without activations, gates and a read key only where there are some.
+    """Return the arrays that kernels read: without activations, and None for what is not given.
 
     Write strengths and gates without an activation that have the dtype of q are read as they are.
     """
     rule = spec.rule
     x: DeltaInputs = activated(rule, given, spec.sequences)
-    beta, log_f = x.beta, None
+    beta, log_f = None if given.beta is None else x.beta, None
     if rule.beta_activation == "none" and given.beta is not None and given.beta.dtype == x.q.dtype:
         beta = given.beta
     if given.log_f is not None:
