@@ -27,8 +27,9 @@ from tfla.backends.gpu.planning import (
     ScaledColumns,
     Step,
     SumOf,
+    Tiles,
 )
-from tfla.backends.gpu.replay import resized
+from tfla.backends.gpu.replay import resized, some_tiles
 from tfla.jax.inputs import vary, varying_axes
 
 LOCK = threading.Lock()  # the interpreter is one for all threads
@@ -94,6 +95,8 @@ class InterpretedPlan:
                 values[step.result] = resized(step.shape, values[step.source])
             elif isinstance(step, Rows):
                 values[step.result] = values[step.source][step.start : step.stop]
+            elif isinstance(step, Tiles):
+                values[step.result] = some_tiles(step.rows, step.start, step.stop, values[step.source])
             elif isinstance(step, SumOf):
                 values[step.result] = values[step.source][step.row].sum(0)
             elif isinstance(step, ScaledColumns):

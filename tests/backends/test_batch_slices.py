@@ -115,7 +115,5 @@ def test_parts_are_halves_of_whole_tiles() -> None:
     assert ends(64 * 40 + 1) == [(0, 64 * 21), (64 * 21, 64 * 40 + 1)]
     assert ends(64 * 31 + 1) == [(0, 1024), (1024, 64 * 31 + 1)]
     assert ends(64 * 31) == [(0, 64 * 31)]
-    for whole in (
-        ends(8192, batch_slices.SMALLEST - 1), ends(8192, packed=True), ends(8192, one_pointer_each=True)
-    ):  # fmt: skip
+    for whole in (ends(8192, batch_slices.SMALLEST - 1), ends(8192, packed=True)):
         assert whole == [(0, 8192)]

@@ -1,4 +1,4 @@
-"""Plans of a backward by channel that computes batch rows one slice after the other.
+"""Plans of a backward by channel that computes batch rows, or parts of the steps, one after the other.
 
 They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
 """
@@ -20,16 +20,21 @@ from tfla.jax import plans
 from tfla.jax.delta import kernels
 
 batch_slices = pytest.importorskip("tfla.backends.gpu.batch_slices")
+time_parts = pytest.importorskip("tfla.backends.gpu.time_parts")
 pytest.importorskip("tfla.backends.hopper.delta_backward", exc_type=ImportError)
 pytestmark = [
     pytest.mark.interpreter, pytest.mark.skipif(not INTERPRETED, reason="plans run in Triton's interpreter")
 ]  # fmt: skip
 
-PROBLEMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "KDA": ("kda", {"H": 2, "Hq": 1, "gates": "short"}),
-    "KDA, a smaller last slice": ("kda", {"B": 3, "T": 20, "carried": False}),
-    "GLA": ("gla", {"K": 136, "gates": "closed"}),
-    "a read key": ("gdn2", {"T": 20}),
+# By case: the model, sizes, and in how many slices of batch rows and parts of the steps it is computed.
+PROBLEMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "KDA": ("kda", {"H": 2, "Hq": 1, "gates": "short"}, 2, 1),
+    "KDA, a smaller last slice": ("kda", {"B": 3, "T": 20, "carried": False}, 2, 1),
+    "KDA, slices and parts": ("kda", {"B": 3, "V": 128, "carried": False}, 2, 2),
+    "KDA, parts": ("kda", {"H": 2, "V": 128, "gates": "half"}, 1, 2),
+    "GLA": ("gla", {"K": 136, "gates": "closed"}, 2, 1),
+    "GLA, parts of several tiles": ("gla", {"K": 136, "T": 140}, 2, 2),
+    "a read key": ("gdn2", {}, 2, 2),
 }
 
 
@@ -67,17 +72,23 @@ def solve(p: DeltaProblem, gates: torch.dtype) -> tuple[list[Tensor], list[Launc
 
 @pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", PROBLEMS)
-def test_same_bits_in_slices(case: str, gates: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes = PROBLEMS[case]
+def test_same_bits_in_parts(case: str, gates: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts need no other kernel than the whole: what is compiled once serves all of them."""
+    model, sizes, slices, parts = PROBLEMS[case]
     p = delta_problem(
         model, **{"B": 2, "T": 70, "H": 1, "Hq": 1, "K": 128, "V": 64, **sizes}, dtype=torch.bfloat16
     )  # fmt: skip
     whole, launches = solve(p, gates)
     kernels._plan.cache_clear()
     B = p.x.q.shape[0]
-    monkeypatch.setattr(batch_slices, "SMALLEST", 0)
-    monkeypatch.setattr(batch_slices, "processors", lambda device: 2 * (B - 1) * p.x.v.shape[2])
-    found, of_slices = solve(p, gates)
-    scans = [launch for launch in of_slices if launch.kernel.__name__ == "channel_dv_kernel"]
-    assert len(scans) == 2 > sum(launch.kernel is scans[0].kernel for launch in launches)
+    for module in (batch_slices, time_parts):
+        monkeypatch.setattr(module, "SMALLEST", 0)
+    rounds = 1 if slices == 1 else B - 1
+    monkeypatch.setattr(batch_slices, "processors", lambda device: 1000 if slices == 1 else 2 * rounds * p.x.v.shape[2])
+    monkeypatch.setattr(time_parts, "FEWEST_TILES", 1 if parts > 1 else 1000)
+    found, of_parts = solve(p, gates)
+    for name in ("channel_h_kernel", "channel_dv_kernel"):
+        scans = [launch for launch in of_parts if launch.kernel.__name__ == name]
+        assert len(scans) == slices * parts > sum(launch.kernel is scans[0].kernel for launch in launches)
+        assert all(scan.constants == scans[0].constants for scan in scans)
     assert all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))

@@ -22,7 +22,7 @@ from jaxlib import gpu_triton
 
 import tfla.jax
 from tfla.backends.delta import DeltaSpec
-from tfla.backends.gpu import batch_slices, planning
+from tfla.backends.gpu import batch_slices, planning, time_parts
 from tfla.jax import kernels, launches, plans, step_kernels
 from tfla.jax.delta import kernels as delta_kernels
 
@@ -132,7 +132,8 @@ def check_parameters(found: list[tuple[dict[str, Any], list[str]]], architecture
     for told, operands in found:
         kinds = [kind for kind, *_ in told["parameters"]]
         arrays = sum(kind in ("array", "descriptor") for kind in kinds)
-        overwritten = told["name"] in ("delta_dq_dk_kernel", "dq_dk_kernel")  # some launches of the latter alone
+        # Of the last two some launches alone.
+        overwritten = told["name"] in ("delta_dq_dk_kernel", "dq_dk_kernel", "channel_dv_kernel")
         assert len(operands) in ((arrays, arrays - 1) if overwritten else (arrays,)), told["name"]
         assert told["declared"] == len(kinds) + 2, told["name"]  # Triton adds two addresses of scratch memory
         assert told["arch"] == architecture
@@ -212,10 +213,12 @@ def test_calls_of_the_delta_rule(
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("correct", "K", "V"), [(True, 128, 128), (False, 256, 128)], ids=["KDA", "GLA"])
-def test_slices_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only beta, its gradient and states are taken apart and put together."""
-    monkeypatch.setattr(batch_slices, "SMALLEST", 0)
+def test_parts_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only beta, its gradient, states and what tiles have one of are taken apart and put together."""
+    for module in (batch_slices, time_parts):
+        monkeypatch.setattr(module, "SMALLEST", 0)
     monkeypatch.setattr(batch_slices, "processors", lambda device: 2)
+    monkeypatch.setattr(time_parts, "FEWEST_TILES", 2)
     options = DeltaSpec(
         scale=1.0, correct=correct, read_before_decay=False, chunk_size=64, kernel="fused", save=True, final_state=True
     )  # fmt: skip
@@ -229,11 +232,14 @@ def test_slices_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, m
     arrays = [None if x is None else jax.ShapeDtypeStruct(x[0], x[1]) for x in given]
     module = jax.jit(plan).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     found = calls(module)
-    first, second = ([told["name"] for told, _ in found[n : n + 6]] for n in (0, 7))
-    assert first == second == HOPPER_BY_CHANNEL[4:]
+    operands, scan, of_half = HOPPER_BY_CHANNEL[4:6], HOPPER_BY_CHANNEL[6], HOPPER_BY_CHANNEL[7:]
+    of_half += ["sum_head_groups"] * correct  # with a write strength, of whose gradient there are parts
+    of_slice = [*operands, scan, scan, *of_half * 2]
+    assert [told["name"] for told, _ in found] == of_slice * 2
     check_parameters(found, 90)
+    assert len({step.compiled for step in plan.plan.steps if isinstance(step, planning.Launch)}) == len({*of_slice})
     parts = re.findall(r"stablehlo\.(?:slice|concatenate).*tensor<([^>]*)>$", module, re.MULTILINE)
-    assert {shape.split("x")[-1] for shape in parts} == {"f32"}
+    assert {shape.split("x")[-1] for shape in parts} == {"f32", "i8"}
     assert not re.search(r"stablehlo\.(transpose|copy|dynamic)", module)
 
 

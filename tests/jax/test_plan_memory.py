@@ -22,9 +22,9 @@ from tfla.jax.delta import kernels
 pytest.importorskip("tfla.backends.hopper.delta_backward", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the count is that of compiled kernels")
 SCRIPT = Path(__file__).parents[1] / "backends" / "peak_memory.py"
-# The most that JAX may take as a multiple of PyTorch. With gates by channel PyTorch computes a slice of batch rows in
-# two halves of its steps, a plan in one part: it keeps the cotangents of states of the other half.
-MOST = {"gdn": 1.005, "kda": 1.07, "gla": 1.1}
+# The most that JAX may take as a multiple of PyTorch. With gates by channel the scans of a plan have two states of a
+# slice more: zeros to start from, and an end that nothing reads. Those of GLA are of 8 MiB each.
+MOST = {"gdn": 1.005, "kda": 1.005, "gla": 1.008}
 
 
 class NotLowered:
@@ -47,9 +47,11 @@ def peak_bytes(plan: Any) -> int:
         elif isinstance(step, planning.Launch):
             for n in step.read:
                 used.setdefault(memory.get(n, n), []).append(i)
-        elif isinstance(step, planning.SumOf):
+        elif isinstance(step, planning.SumOf | planning.Tiles):
             for n in (step.source, step.result):
                 used.setdefault(n, []).append(i)
+        elif isinstance(step, planning.Fill):
+            used.setdefault(memory.get(step.target, step.target), []).append(i)
         else:
             assert isinstance(step, planning.Allocate), step
     for n in plan.results:
@@ -79,7 +81,7 @@ def measure(model: str, H: int, K: int, V: int) -> int:
     return max(peak_bytes(forward), kept + peak_bytes(backward))
 
 
-def test_jax_takes_about_what_pytorch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_takes_what_pytorch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     }

@@ -36,6 +36,7 @@ from tfla.backends.gpu.planning import (
     ScaledColumns,
     Step,
     SumOf,
+    Tiles,
 )
 from tfla.jax.inputs import vary, varying_axes
 from tfla.jax.machine_code import with_machine_code
@@ -237,7 +238,7 @@ class _RowsOfTensors:
 
 def _read(step: Step) -> Sequence[int]:
     """Return the numbers of the tensors that a step other than a launch reads, but for those whose rows it takes."""
-    if isinstance(step, Copy | Resize | SumOf | Gather):
+    if isinstance(step, Copy | Resize | Tiles | SumOf | Gather):
         return (step.source,)
     return step.sources if isinstance(step, ScaledColumns) else ()
 
@@ -291,6 +292,10 @@ class LoweredPlan:
                 values[step.result] = jax.lax.pad(x, jnp.zeros((), x.dtype), margins)
             elif isinstance(step, Rows):
                 self.rows.take(values, step)
+            elif isinstance(step, Tiles):
+                x = values[step.source]
+                by_rows = x.reshape(x.shape[0], step.rows, -1, *x.shape[2:])
+                values[step.result] = by_rows[:, :, step.start : step.stop].reshape(x.shape[0], -1, *x.shape[2:])
             elif isinstance(step, SumOf):
                 values[step.result] = values[step.source][step.row].sum(0)
             elif isinstance(step, ScaledColumns):

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tfla.backends.gpu import side_by_side
-from tfla.backends.gpu.replay import LaunchRecorder, fill_with_ones
+from tfla.backends.gpu.replay import LaunchRecorder, fill_with_ones, some_tiles
 from tfla.backends.gpu.runtime import INTERPRETED, PlannedGPU, planned_for
 
 
@@ -57,6 +57,16 @@ class Rows(NamedTuple):
 
     result: int
     source: int
+    start: int
+    stop: int
+
+
+class Tiles(NamedTuple):
+    """The copy of the tiles [start, stop) of each of `rows` batch rows of a tensor (H, rows * tiles, ...)."""
+
+    result: int
+    source: int
+    rows: int
     start: int
     stop: int
 
@@ -110,7 +120,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-Step = Allocate | Fill | Copy | Resize | Rows | SumOf | ScaledColumns | Gather | Places | Describe | Launch
+Step = Allocate | Fill | Copy | Resize | Rows | Tiles | SumOf | ScaledColumns | Gather | Places | Describe | Launch
 
 
 class Plan(NamedTuple):
@@ -188,10 +198,10 @@ class PlanRecorder(LaunchRecorder):
         Each launch is given what the one before has left in a tensor. Two bodies with the same tensors therefore run
         one after the other, whatever the host could do side by side.
         """
-        self.passing = []
+        around, self.passing = self.passing, []
         yield
         self.spare += self.passing
-        self.passing = None
+        self.passing = around
 
     def reuse(self, memory: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
         """Return the memory where it has this shape, else record an allocation: hosts find free memory themselves."""
@@ -207,6 +217,12 @@ class PlanRecorder(LaunchRecorder):
         """Record the taking of rows."""
         made = x[start:stop]
         self.plan.append(Rows(self._new_number(made), self.numbers[id(x)], start, stop))
+        return made
+
+    def tiles(self, x: Tensor, rows: int, start: int, stop: int) -> Tensor:
+        """Record the copying of tiles."""
+        made = some_tiles(rows, start, stop, x)
+        self.plan.append(Tiles(self._new_number(made), self.numbers[id(x)], rows, start, stop))
         return made
 
     def sum_of(self, x: Tensor, index: int) -> Tensor:

@@ -109,6 +109,11 @@ def resized(shape: tuple[int, ...], x: Tensor) -> Tensor:
     return pad(x, [n for new, old in last_first for n in (0, new - old)]).contiguous()
 
 
+def some_tiles(rows: int, start: int, stop: int, x: Tensor) -> Tensor:
+    """Return a dense copy of the tiles [start, stop) of each of `rows` batch rows of x, (H, rows * tiles, ...)."""
+    return x.unflatten(1, (rows, -1))[:, :, start:stop].flatten(1, 2).contiguous()
+
+
 def fill_with_ones(x: Tensor) -> Tensor:
     """Write 1 to all of x and return it."""
     return x.fill_(1.0)
@@ -209,6 +214,11 @@ class LaunchRecorder:
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return rows of the first dim of x, a view; no launch uses x and the view at once."""
         found: Tensor = self.do(lambda t: t[start:stop], x)
+        return found
+
+    def tiles(self, x: Tensor, rows: int, start: int, stop: int) -> Tensor:
+        """Return a dense copy of the tiles [start, stop) of each of `rows` batch rows of x, (H, rows * tiles, ...)."""
+        found: Tensor = self.do(functools.partial(some_tiles, rows, start, stop), x)
         return found
 
     def sum_of(self, x: Tensor, index: int) -> Tensor:

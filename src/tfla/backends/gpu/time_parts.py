@@ -23,7 +23,7 @@ WITHOUT_STEPS = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "lev
 def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:
     """Return the first step and the end of each part: two halves of whole tiles, or all steps at once.
 
-    Packed sequences are not cut, since their ends lie anywhere. A plan is not cut: its hosts have no views.
+    Packed sequences are not cut, since their ends lie anywhere.
 
     Args:
         ctx: The context of the call.
@@ -31,7 +31,7 @@ def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:
             launches.
     """
     tiles = ceil_div(ctx.T, ctx.L)
-    if nbytes < SMALLEST or ctx.packed or ctx.recorder.one_pointer_each or tiles < 2 * FEWEST_TILES:
+    if nbytes < SMALLEST or ctx.packed or tiles < 2 * FEWEST_TILES:
         return [(0, ctx.T)]
     middle = ceil_div(tiles, 2) * ctx.L
     return [(0, middle), (middle, ctx.T)]
@@ -40,18 +40,26 @@ def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:
 class TimePart(CallPart):
     """Some of the steps of all batch rows of a call, which start and end with a tile.
 
+    In a plan the part of a tensor is the tensor, see :mod:`.batch_slices`.
+
     Args:
         ctx: The context of the call.
         start, stop: The first step, and the one after the last.
+
+    Attributes:
+        first_step: The step at which this part starts in tensors that are whole, or None where all are views.
     """
 
     def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
         super().__init__(ctx.recorder, (start, stop) == (0, ctx.T))
         self.start, self.stop = start, stop
         self.rows, self.L = ctx.B, ctx.L
+        self.first_step = start if ctx.recorder.one_pointer_each and not self.whole else None
 
     def view(self, x: Tensor) -> Tensor:
         """Return the steps of x, (B, T, ...)."""
+        if self.first_step is not None:
+            return x
         start, stop = self.start, self.stop  # a recorded step outlives this object, whose recorder has all tensors
         found: Tensor = self.recorder.do(lambda t: t[:, start:stop], x)
         return found
@@ -60,14 +68,15 @@ class TimePart(CallPart):
         """Return a named tuple of tensors with the steps of each; what has no steps stays as it is."""
         return x._replace(**{name: self(t) for name, t in x._asdict().items() if name not in WITHOUT_STEPS})
 
+    def inputs(self, x: Any) -> Any:
+        """Return the inputs of a call of this part; of those that are whole in a plan the shapes alone are read."""
+        if self.first_step is None:
+            return self.fields(x)
+        q, k, v = (t[:, self.start : self.stop] for t in (x.q, x.k, x.v))
+        return x._replace(q=q, k=k, v=v)
+
     def of_tiles(self, x: Tensor) -> Tensor:
         """Return a dense copy of what x, (H, tiles, ...), has of the tiles of this part."""
         if self.whole:
             return x
-        rows, tiles = self.rows, slice(self.start // self.L, ceil_div(self.stop, self.L))
-
-        def copied(t: Tensor) -> Tensor:
-            return t.unflatten(1, (rows, -1))[:, :, tiles].flatten(1, 2).contiguous()
-
-        found: Tensor = self.recorder.do(copied, x)
-        return found
+        return self.recorder.tiles(x, self.rows, self.start // self.L, ceil_div(self.stop, self.L))

@@ -79,13 +79,14 @@ class SharedStorage(NamedTuple):
 
 
 @gluon.jit
-def run_load_warp(K, K_low, DO, E, P, shared, params, config):
+def run_load_warp(K, K_low, DO, E, P, low_row, shared, params, config):
     """Load the tiles of the ring to shared memory by TMA.
 
     Args:
         K, K_low: TMA descriptors of the operands of writes, in tiles (L, BLOCKS ROWS).
         DO, E: TMA descriptors of do and E, in tiles (L, 64), two a program.
         P: TMA descriptor of P B, in tiles (L, L).
+        low_row: The row of K_low that is row 0 of the work tiles.
         shared: Shared memory.
         params: The numbers of the scheduler.
         config: Constants.
@@ -104,7 +105,8 @@ def run_load_warp(K, K_low, DO, E, P, shared, params, config):
             row = scheduler.row_of_whole(b, params)
             of_slice = scheduler.tile_coordinates(b, h, t, 0, end, params)
             at = scheduler.tile_coordinates(row, h, t, 0, end, params)
-            channel_states.load_keys(K, K_low, at, of_slice, bar, shared, s, config)
+            at_low = scheduler.tile_coordinates(b + low_row, h, t, 0, end, params)
+            channel_states.load_keys(K, K_low, at, at_low, bar, shared, s, config)
             pipeline.async_load(P, of_slice, bar, shared.p.index(s))
             for half in gl.static_range(2):
                 of_half = scheduler.tile_coordinates(row, h, t, column + 64 * half, end, params)
@@ -239,8 +241,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=channel_states.RUNTIME_SCALARS)
 def channel_dv_kernel(
-    Q, R, K, K_low, DO, E, P, X, DV_out, states, decays, dots, state_in, state_out, schedule,
-    T, tiles_per_head, H, num_work_tiles, first_row,
+    Q, R, K, K_low, DO, E, P, X, states, decays, dots, state_in, state_out, schedule, DV_out,
+    T, tiles_per_head, H, num_work_tiles, first_row, low_row, first_step,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr, CORRECT: gl.constexpr, SPLIT: gl.constexpr, DOTS: gl.constexpr,
     IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
@@ -255,28 +257,32 @@ def channel_dv_kernel(
             with SPLIT.
         DO: The cotangent of h.
         E: The prediction errors, read with DOTS.
-        DV_out: Output.
         states: TMA descriptor of the output for the cotangents, (H * tiles, dhv, dqk), in tiles (64, ROWS).
         decays: The decays of tiles, (H, tiles, dqk) float32.
         dots: Output dv . E over the columns of each program, (programs of a head, B, T, H), float32, with DOTS.
         state_in: Cotangents of the final states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
         state_out: Cotangents of the initial states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE.
         schedule: Schedule of packed sequences, with IS_VARLEN.
+        DV_out: Output. Where one program has all columns of dhv, it may be the memory of an operand: a tile is stored
+            after it has been read. It is the last tensor, which jaxlib can pass together with an operand.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.
         num_work_tiles: Sequences times H.
         first_row: With SLICED the row at which those of the slice start in Q, R, K, X and the tensors with columns of
-            dhv; K_low, P and what has tiles or sequences have the rows of the slice.
+            dhv; P has the rows of the slice.
+        low_row: With SLICED the row at which they start in K_low.
+        first_step: With SLICED the token at which the steps start in all tensors (B, T, ...) but dots; what has tiles
+            or sequences has those of these steps and rows alone.
     """
     partitions(
-        (Q, R, X), (K, K_low, DO, E, P), decays,
+        (Q, R, X), (K, K_low, DO, E, P), low_row if SLICED else 0, decays,
         GlobalPointers(
             dv=DV_out, states=states, dots=dots, state_in=state_in, state_out=state_out, tiles_per_head=tiles_per_head
         ),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
-            first_row=first_row if SLICED else None,
+            first_row=first_row if SLICED else None, first_step=first_step if SLICED else None,
         ),
         Config(
             DK=DK, DV=DV, L=L, BLOCKS=BLOCKS, STAGES=STAGES, LATE_STAGES=LATE_STAGES, REVERSE=True, CORRECT=CORRECT,
@@ -286,7 +292,7 @@ def channel_dv_kernel(
 
 
 @gluon.jit
-def partitions(late, tensors, decays, gmem, params, config):
+def partitions(late, tensors, low_row, decays, gmem, params, config):
     """Allocate shared memory and start the partitions of the program: two consumers and four single warps."""
     Q, R, X = late
     K, K_low, DO, E, P = tensors
@@ -322,7 +328,7 @@ def partitions(late, tensors, decays, gmem, params, config):
         [
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
-            (run_load_warp, (K, K_low, DO, E, P, shared, params, config)),
+            (run_load_warp, (K, K_low, DO, E, P, low_row, shared, params, config)),
             (run_read_warp, (Q, R, X, shared, params, config)),
             (channel_states.run_decay_warp, (
                 decays, shared.decay, late_full, late_empty, params, gmem.tiles_per_head, config,
@@ -364,9 +370,10 @@ def launch(
         channel_states.keys_descriptor(ctx, operands.k), channel_states.keys_descriptor(ctx, operands.k_low, of_dh),
         of_dh, channel_states.values_descriptor(ctx, None if dots is None else E, of_dh),
         channel_states.steps_descriptor(ctx, operands.P), channel_states.steps_descriptor(ctx, operands.X, of_dh),
-        channel_states.values_descriptor(ctx, dv), channel_states.states_descriptor(ctx, cotangents), decays,
+        channel_states.states_descriptor(ctx, cotangents), decays,
         decays if dots is None else dots, decays if final is None else final, decays if initial is None else initial,
-        base.schedule, *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L,
+        base.schedule, channel_states.values_descriptor(ctx, dv), *channel_states.kernel_scalars(ctx, operands.k_low),
+        DK=base.K, DV=base.V, L=base.L,
         BLOCKS=channel_states.blocks(ctx), STAGES=RING_STAGES[0], LATE_STAGES=RING_STAGES[1], CORRECT=ctx.spec.correct,
         SPLIT=ctx.split_keys, DOTS=dots is not None, IS_VARLEN=base.packed, SLICED=ctx.first_row is not None,
         USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None, num_warps=4,

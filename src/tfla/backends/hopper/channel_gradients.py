@@ -254,7 +254,7 @@ def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
             tile = locate(index, tiles, params, L)
             # Loads that other tiles' work hides
             at = gmem.beta + (tile.b.to(gl.int64) * gmem.stride_b + tile.h.to(gl.int64) * gmem.stride_h)
-            at += gl.to_tensor(tile.start).to(gl.int64) * gmem.stride_t
+            at += gl.to_tensor(scheduler.step_of_whole(tile.start, params)).to(gl.int64) * gmem.stride_t
             beta = gl.load(at + r * gmem.stride_t, mask=r < tile.steps, other=0.0).to(gl.float32)  # (L)
             tiny = gl.max(gl.where((gl.abs(beta) <= SMALLEST_BETA) & (r < tile.steps), 1, 0), 0)
             if config.DOTS > 0:
@@ -694,12 +694,12 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=[
     "T", "tiles_per_head", "H", "group_size", "num_work_tiles", "tokens", "stride_b", "stride_t", "stride_h", "scale",
-    "first_row",
+    "first_row", "first_step",
 ])  # fmt: skip
 def channel_gradients_kernel(
     Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, leveled, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
-    first_row,
+    first_row, first_step,
     L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, KEY_STAGES: gl.constexpr,
     PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
     SLICED: gl.constexpr,
@@ -728,6 +728,8 @@ def channel_gradients_kernel(
         scale: The factor of the queries.
         first_row: With SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
             dbeta, which have the rows of the slice.
+        first_step: With SLICED the token at which the steps start in all of them but dots and dbeta, which have these
+            steps alone.
     """
     partitions(
         (Q, K, G), (E, DO, DV, states, cotangents), group_size,
@@ -738,7 +740,7 @@ def channel_gradients_kernel(
         Tiles(leveled=leveled, tiles_per_head=tiles_per_head),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=L, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
-            first_row=first_row if SLICED else None,
+            first_row=first_row if SLICED else None, first_step=first_step if SLICED else None,
         ),
         Config(
             L=L, COLUMNS=COLUMNS, STAGES=STAGES, CHUNKS=CHUNKS, KEY_STAGES=KEY_STAGES, PARTS=PARTS, DOTS=DOTS,
@@ -848,8 +850,8 @@ def launch(
         host.descriptor(base, grads.q, 64), host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64),
         leveled, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H,
         base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, ctx.first_row or 0,
-        L=base.L, COLUMNS=columns, STAGES=stages, KEY_STAGES=key_stages, CHUNKS=ceil_div(base.V, columns),
-        PARTS=grads.beta.numel() // (base.B * base.T * base.H),
+        ctx.first_step, L=base.L, COLUMNS=columns, STAGES=stages, KEY_STAGES=key_stages,
+        CHUNKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
         DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,
         IS_VARLEN=base.packed, SLICED=ctx.first_row is not None, num_warps=4,
     )  # fmt: skip

@@ -119,11 +119,12 @@ def run_load_warp(Q, R, V, P, X, shared, params, config):
 
 
 @gluon.jit
-def run_key_warp(K, K_low, shared, params, config):
+def run_key_warp(K, K_low, low_row, shared, params, config):
     """Load the tiles of the late ring to shared memory by TMA.
 
     Args:
         K, K_low: TMA descriptors of the operands of writes, in tiles (L, BLOCKS ROWS).
+        low_row: The row of K_low that is row 0 of the work tiles.
         shared: Shared memory.
         params: The numbers of the scheduler.
         config: Constants.
@@ -137,7 +138,7 @@ def run_key_warp(K, K_low, shared, params, config):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
             s, bar = pipeline.acquire(n, shared.late_full, shared.late_empty, config.LATE_STAGES)
             mbarrier.expect(bar, nbytes)
-            at_low = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            at_low = scheduler.tile_coordinates(b + low_row, h, t, 0, end, params)
             at = scheduler.tile_coordinates(scheduler.row_of_whole(b, params), h, t, 0, end, params)
             channel_states.load_keys(K, K_low, at, at_low, bar, shared, s, config)
             n += 1
@@ -271,7 +272,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 @gluon.jit(do_not_specialize=channel_states.RUNTIME_SCALARS)
 def channel_h_kernel(
     Q, R, K, K_low, V, P, X, Out, E, states, decays, state_in, state_out, schedule,
-    T, tiles_per_head, H, num_work_tiles, first_row,
+    T, tiles_per_head, H, num_work_tiles, first_row, low_row, first_step,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr, CORRECT: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr, SAVE: gl.constexpr,
     IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
@@ -297,16 +298,19 @@ def channel_h_kernel(
         H: Heads.
         num_work_tiles: Sequences times H.
         first_row: With SLICED the row at which those of the slice start in Q, R, K, X and the tensors with columns of
-            dhv; K_low, P and what has tiles or sequences have the rows of the slice.
+            dhv; P has the rows of the slice.
+        low_row: With SLICED the row at which they start in K_low.
+        first_step: With SLICED the token at which the steps start in all tensors (B, T, ...); what has tiles or
+            sequences has those of these steps and rows alone.
     """
     partitions(
-        (Q, R, V, P, X), (K, K_low), decays,
+        (Q, R, V, P, X), (K, K_low), low_row if SLICED else 0, decays,
         GlobalPointers(
             out=Out, e=E, states=states, state_in=state_in, state_out=state_out, tiles_per_head=tiles_per_head
         ),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
-            first_row=first_row if SLICED else None,
+            first_row=first_row if SLICED else None, first_step=first_step if SLICED else None,
         ),
         Config(
             DK=DK, DV=DV, L=L, BLOCKS=BLOCKS, STAGES=STAGES, LATE_STAGES=LATE_STAGES, REVERSE=False, CORRECT=CORRECT,
@@ -317,7 +321,7 @@ def channel_h_kernel(
 
 
 @gluon.jit
-def partitions(tensors, keys, decays, gmem, params, config):
+def partitions(tensors, keys, low_row, decays, gmem, params, config):
     """Allocate shared memory and start the partitions of the program: two consumers and three single warps."""
     Q, R, V, P, X = tensors
     K, K_low = keys
@@ -348,7 +352,7 @@ def partitions(tensors, keys, decays, gmem, params, config):
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (Q, R, V, P, X, shared, params, config)),
-            (run_key_warp, (K, K_low, shared, params, config)),
+            (run_key_warp, (K, K_low, low_row, shared, params, config)),
             (channel_states.run_decay_warp, (
                 decays, shared.decay, late_full, late_empty, params, gmem.tiles_per_head, config,
             )),
@@ -387,8 +391,9 @@ def launch(
         channel_states.values_descriptor(ctx, E, values), channel_states.states_descriptor(ctx, states, values),
         operands.decays,
         operands.decays if initial is None else initial, operands.decays if final is None else final, base.schedule,
-        *channel_states.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L, BLOCKS=channel_states.blocks(ctx),
-        STAGES=ring, LATE_STAGES=late, CORRECT=correct, SPLIT=ctx.split_keys, OUTPUT=output, SAVE=E is not None,
+        *channel_states.kernel_scalars(ctx, operands.k_low), DK=base.K, DV=base.V, L=base.L,
+        BLOCKS=channel_states.blocks(ctx), STAGES=ring, LATE_STAGES=late, CORRECT=correct, SPLIT=ctx.split_keys,
+        OUTPUT=output, SAVE=E is not None,
         IS_VARLEN=base.packed, SLICED=ctx.first_row is not None, USE_INITIAL_STATE=initial is not None,
         STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None, num_warps=4,
     )  # fmt: skip

@@ -95,10 +95,11 @@ def exponents_from_middle(g, sums):
     return c + offset, first, second
 
 
-@gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row"])
+@gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row", "low_row"])
 def channel_operands_kernel(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-    sequences, T, tiles_of_head, H, GROUP, first_row, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    sequences, T, tiles_of_head, H, GROUP, first_row, low_row, qb, qt, qh, kb, kt, kh, rb, rt, rh,
+    fb, ft, fh, fd, bb, bt, bh,
     DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, SOLVE: gl.constexpr, SPLIT: gl.constexpr,
     IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, BOUND: gl.constexpr,
 ):  # fmt: skip
@@ -138,7 +139,8 @@ def channel_operands_kernel(
         Qa += of_keys * DK
         Ra += of_keys * DK
         Kw += of_keys * DK
-        Kw_low += token * DK
+        of_low = token + gl.to_tensor(low_row).to(gl.int64) * T * H if SLICED else token
+        Kw_low += of_low * DK
         decays += tile * DK
         worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
         S = gl.zeros([L, L], gl.float32, PRODUCT)  # P, [reading step, writing step]
@@ -225,7 +227,7 @@ def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, le
     """
     base = ctx.base
     base.launch(channel_operands_kernel, (base.tiles * base.H,),
-        *arguments, ctx.first_row or 0, *ctx.input_strides, DK=base.K, CORRECT=ctx.spec.correct,
+        *arguments, *ctx.input_strides, DK=base.K, CORRECT=ctx.spec.correct,
         READ_KEY=ctx.x.read_key is not None, SOLVE=X is not None, SPLIT=ctx.split_keys, IS_VARLEN=base.packed,
         SLICED=ctx.first_row is not None, BOUND=ctx.tile_constants["BOUND"], num_warps=8,
         compilation={"maxnreg": REGISTERS},

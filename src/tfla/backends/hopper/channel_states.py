@@ -243,13 +243,14 @@ def producer_registers(BLOCKS):
 
 
 # Scalar arguments that Triton must not specialize on, so that one compiled kernel serves all lengths.
-RUNTIME_SCALARS = ["T", "tiles_per_head", "H", "num_work_tiles", "first_row"]
+RUNTIME_SCALARS = ["T", "tiles_per_head", "H", "num_work_tiles", "first_row", "low_row", "first_step"]
 
 
-def kernel_scalars(ctx: ChannelContext) -> tuple[int, ...]:
+def kernel_scalars(ctx: ChannelContext, k_low: Tensor | None) -> tuple[int, ...]:
     """Return the numbers that the kernels take after their tensors, RUNTIME_SCALARS."""
     base = ctx.base
-    return base.T, base.tiles, base.H, base.segments * base.H, ctx.first_row or 0
+    rows = ctx.first_row or 0, ctx.first_row_in(k_low), ctx.first_step
+    return base.T, base.tiles, base.H, base.segments * base.H, *rows
 
 
 def supports(ctx: ChannelContext) -> bool:

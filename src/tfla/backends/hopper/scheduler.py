@@ -130,6 +130,7 @@ class SchedulerParams(NamedTuple):
     num_work_tiles: Any  # sequences or segments times H
     schedule: Any  # the output of `schedule_packed`, or None where sequences are not packed
     first_row: Any = None  # the row of whole tensors that is row 0 of the work tiles, or None where that is row 0
+    first_step: Any = None  # likewise the token of whole batch rows that is token 0 of the work tiles
 
 
 @gluon.jit
@@ -229,16 +230,26 @@ def row_of_whole(b, params):
 
 
 @gluon.jit
+def step_of_whole(t, params):
+    """Return the token of a whole batch row for token `t` of the work tiles, which may be those of some steps."""
+    if params.first_step is not None:
+        return t + params.first_step
+    else:
+        return t
+
+
+@gluon.jit
 def tile_coordinates(b, h, t, column, end, params):
     """Return the TMA coordinates of the tile of head `h` whose first row is token `t` and first column `column`.
 
     The descriptor is one of `tfla.backends.hopper.host.make_descriptor`. Rows from token `end` of a packed sequence
-    on are out of bounds: TMA reads them as zeros and does not write them.
+    on are out of bounds: TMA reads them as zeros and does not write them. Where work tiles are those of some steps, the
+    tensor has all steps.
     """
     if params.schedule is not None:
         return VIRTUAL_ROWS, end, h, VIRTUAL_ROWS - end + t, column
     else:
-        return b, h, t, column
+        return b, h, step_of_whole(t, params), column
 
 
 def launch(ctx: LaunchContext) -> LaunchContext:

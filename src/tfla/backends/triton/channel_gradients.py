@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tfla.backends.gpu import reductions
 from tfla.backends.gpu.config import ampere_mmas, ceil_div
-from tfla.backends.gpu.context import LaunchContext, time_strides
+from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_gradients import gate_gradient_of
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.gpu.state_passing import rounded_product
@@ -63,11 +63,23 @@ if TYPE_CHECKING:
 
 
 @without_unknown_options
-@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "first_row", "pitch"])
+@triton.jit(
+    do_not_specialize=[
+        "sequences",
+        "T",
+        "tiles_of_head",
+        "H",
+        "GROUP",
+        "per_program",
+        "pitch",
+        "first_row",
+        "first_step",
+    ]
+)
 def channel_gradients(
     Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
     sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    gb, gt, gh, eb, et, eh, pitch, first_row,
+    gb, gt, gh, eb, et, eh, pitch, first_row, first_step,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
     SLICED: tl.constexpr,
@@ -92,9 +104,11 @@ def channel_gradients(
             (B, T, H, DK / BK) float32.
         dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
         pitch: with PITCHED the tokens from one batch row of dV, dQ, dK, dR and dF to the next, which are views of a
-            part of the steps; without it, and for sums, batch rows follow each other.
+            part of the steps, or with SLICED have all steps; without it, and for sums, batch rows follow each other.
         first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
             dbeta, which have the rows of the slice.
+        first_step: with SLICED the step at which those of the part start in all of them but dots and dbeta, which have
+            the steps of the part.
     """
     PARTS: tl.constexpr = (DK + BK - 1) // BK  # cdiv of constants is a tensor in Triton 3.6
     part = tl.program_id(0) % PARTS
@@ -109,14 +123,15 @@ def channel_gradients(
             row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
             r = tl.arange(0, L)
             e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
-            at = (t0 + r).to(tl.int64)[:, None]
             of_tile = (first + start) * H + h  # of sums, which are dense: offsets inside a tile fit 32 bits
             of_rows = of_tile  # of results
             row_of_slice = row
             if PITCHED:
                 of_rows += row * (pitch - T) * H
             if SLICED:
-                row, of_rows = rows_from(first_row, row, of_rows, T * H)
+                t0 += first_step
+                row, of_rows = rows_from(first_row, row, of_rows + first_step * H, (pitch if PITCHED else T) * H)
+            at = (t0 + r).to(tl.int64)[:, None]
             c = part * BK + tl.arange(0, BK)
             do_at = dO + row * gb + h * gh + at * gt
             e_at = E + row * eb + h * eh + at * et
@@ -351,7 +366,7 @@ def launch(
     if bounded is not None:
         bounded(ctx, operands.leveled, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta))
     count, per_program = base.tiles * base.H, ctx.marks_of_program
-    pitch = grads.q.stride(0) // (base.H * base.K) if base.B > 1 else base.T
+    pitch = grads.q.stride(0) // (base.H * base.K) if base.B > 1 or ctx.first_row is not None else base.T
     for leveled in (True,) if bounded is not None else (False, True):
         crowded = BEFORE_TRITON_3_5 and leveled and not x.channel_gates
         num_warps = max(8, tiles.num_warps) if crowded else tiles.num_warps
@@ -360,25 +375,13 @@ def launch(
             cotangents, states if dots is None else dots, grads.q, grads.k,
             grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, base.x.sequences,
             base.T, base.tiles, base.H, base.group, per_program, *ctx.input_strides,
-            *time_strides(dh), *time_strides(E), pitch, ctx.first_row or 0, DV=base.V, BK=tiles.split, BV=tiles.block,
-            STEP_GATES=not x.channel_gates, LEVELED=leveled, DOTS=0 if dots is None else dots.shape[0],
-            PITCHED=pitch != base.T, STAGES=tiles.stages, num_warps=num_warps,
-            OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32, compilation=ampere_mmas(x.q.device),
-            **ctx.tile_constants,
+            *time_strides(dh), *time_strides(E), pitch, ctx.first_row or 0, ctx.first_step,
+            DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=leveled,
+            DOTS=0 if dots is None else dots.shape[0], PITCHED=pitch != base.T, STAGES=tiles.stages,
+            num_warps=num_warps, OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32,
+            compilation=ampere_mmas(x.q.device), **ctx.tile_constants,
         )  # fmt: skip
     if dbeta is not grads.beta and x.beta is not None:
-        _add_parts(base, dbeta, parts, grads.beta)
+        reductions.launch(base, dbeta, parts, grads.beta, ctx.first_step)
     if log_f is not grads.log_f and x.log_f is not None:
-        _add_parts(base, log_f, parts, grads.log_f)
-
-
-def _add_parts(base: LaunchContext, x: Tensor, parts: int, out: Tensor) -> None:
-    """Store the sums of x, (B, T, H * parts, 1), over parts to `out`, (B, T, H).
-
-    The kernel takes dense tensors, so that where `out` is a part of the steps, each of its batch rows has a launch.
-    """
-    rows = [(x, out)]
-    if not out.is_contiguous():
-        rows = [(base.recorder.rows(x, b, b + 1), base.recorder.rows(out, b, b + 1)) for b in range(base.B)]
-    for of_row, out_row in rows:
-        reductions.launch(base, of_row, parts, out_row)
+        reductions.launch(base, log_f, parts, grads.log_f, ctx.first_step)

@@ -93,6 +93,7 @@ class ChannelContext:
     beta: Tensor  # (B, T, H); ones where the call has none
     log_f: Tensor  # (B, T, H, dqk); gates by step with a stride of 0
     first_row: int | None = None  # of a slice whose tensors of tokens are whole, see `BatchSlice`
+    first_step: int = 0  # of a part of the steps of such tensors, see `TimePart`
 
     @property
     def read_key(self) -> Tensor:
@@ -143,6 +144,10 @@ class ChannelContext:
             "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision, "SPLIT": self.split_keys,
         }  # fmt: skip
 
+    def first_row_in(self, x: Tensor | None) -> int:
+        """Return at which row of x, (B, T, ...), those of this slice start: x may have these rows alone."""
+        return self.first_row or 0 if x is not None and x.shape[0] == self.x.v.shape[0] else 0
+
     def new_tile_states(self) -> Tensor:
         """Allocate a state for every tile, transposed, (H, tiles, dhv, dqk)."""
         base = self.base
@@ -154,21 +159,45 @@ class ChannelContext:
         base = self.base
         return 2 * base.H * base.tiles * base.K * base.V * self.x.q.element_size()
 
+    @property
+    def whole_alone(self) -> bool:
+        """True if a backward computes all batch rows and steps at once: a plan, whose gates by step it cannot cut."""
+        return self.base.recorder.one_pointer_each and not self.x.channel_gates
+
     def slices(self, kernels: ChannelKernels) -> list[tuple[int, int]]:
         """Return the batch rows that a backward by these kernels computes one after the other."""
-        base, programs = self.base, kernels.programs
-        whole_alone = base.recorder.one_pointer_each and not self.x.channel_gates  # sums of gates by step have rows
-        if programs is None or whole_alone:
-            return [(0, base.B)]
-        return batch_slices(base, programs, self.bytes_of_states)
+        programs = kernels.programs
+        if programs is None or self.whole_alone:
+            return [(0, self.base.B)]
+        return batch_slices(self.base, programs, self.bytes_of_states)
 
-    def parts(self, kernels: ChannelKernels) -> list[TimePart]:
+    def steps(self, kernels: ChannelKernels) -> list[tuple[int, int]]:
         """Return the parts of the steps that a backward by these kernels computes one after the other."""
-        steps = [(0, self.base.T)] if kernels.programs is None else time_parts(self.base, self.bytes_of_states)
-        return [TimePart(self.base, *ends) for ends in steps]
+        if kernels.programs is None or self.whole_alone:
+            return [(0, self.base.T)]
+        return time_parts(self.base, self.bytes_of_states)
+
+    def zeros_of_plan(self, kernels: ChannelKernels, dC: Tensor | None) -> Tensor | None:
+        """Return the zeros that the scans of the first or of the last steps start from, or None where none reads them.
+
+        A plan has one kernel to compile for all parts of the steps if each scan starts from a given state.
+        """
+        base = self.base
+        given = self.x.C is not None and dC is not None
+        if given or not base.recorder.one_pointer_each or len(self.steps(kernels)) == 1:
+            return None
+        return base.zeros(base.B, base.H, base.K, base.V)
+
+    def of_steps(self, part: TimePart) -> ChannelContext:
+        """Return the context of some steps."""
+        if part.first_step is None:
+            return self.of_part(part)
+        return replace(
+            self, base=part.context(self.base), first_row=self.first_row or 0, first_step=part.first_step
+        )  # fmt: skip
 
     def of_part(self, part: CallPart) -> ChannelContext:
-        """Return the context of some steps, or of some batch rows in tensors of their own."""
+        """Return the context of some steps, or of some batch rows, in tensors of their own."""
         return replace(
             self, base=part.context(self.base), x=part.fields(self.x), beta=part(self.beta), log_f=part(self.log_f)
         )
@@ -262,8 +291,9 @@ def backward(
     base = sequences.bound(base, grads.q, grads.k, dv, *(() if grads.read_key is None else (grads.read_key,)))
     ctx = replace(ctx, base=base)
     errors, X, dC = E if correct else x.v, X if correct else None, results.dense(base, dC)
-    for rows in ctx.slices(kernels):
-        part = BatchSlice(base, *rows)
+    slices = [BatchSlice(base, *rows) for rows in ctx.slices(kernels)]
+    zeros = ctx.of_rows(slices[0]).zeros_of_plan(kernels, dC)  # no slice has more rows
+    for part in slices:
         of_rows = grads._replace(
             q=part.tokens(grads.q), k=part.tokens(grads.k), read_key=part.tokens(grads.read_key),
             log_f=part.tokens(grads.log_f), beta=part(grads.beta),
@@ -271,7 +301,7 @@ def backward(
         with base.recorder.temporary():
             _backward_of_rows(
                 ctx.of_rows(part), part.tokens(errors), part.tokens(X), part.tokens(dh), part(dC), part.tokens(dv),
-                part(dC0), of_rows, kernels,
+                part(dC0), of_rows, zeros, kernels,
             )  # fmt: skip
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
@@ -285,7 +315,7 @@ def backward(
 
 def _backward_of_rows(
     ctx: ChannelContext, errors: Tensor, X: Tensor | None, dh: Tensor, dC: Tensor | None, dv: Tensor,
-    dC0: Tensor | None, grads: channel_gradients.Gradients, kernels: ChannelKernels,
+    dC0: Tensor | None, grads: channel_gradients.Gradients, zeros: Tensor | None, kernels: ChannelKernels,
 ) -> None:  # fmt: skip
     """Launch the backward of some batch rows.
 
@@ -295,27 +325,36 @@ def _backward_of_rows(
         X: What the forward stored, or None without correction.
         dh, dC: The cotangents of h, with dense rows, and of the final states, dense.
         dv, dC0, grads: The outputs. Operands of scans lie in those that a kernel computes after it has read them.
+        zeros: The result of :meth:`ChannelContext.zeros_of_plan`.
         kernels: The launchers.
     """
     base = ctx.base
     memory: tuple[Tensor, ...] = grads.q, grads.k, grads.log_f
-    if kernels.programs == 1 and not base.recorder.one_pointer_each:
+    if kernels.programs == 1:
         # A program that has all columns of dv has read the operands of a tile before it stores the dv of the tile.
         memory = dv, *memory
     operands = channel_tiles.launch(ctx, X, kernels.operands, memory)
-    parts = [(part, ctx.of_part(part), operands.of_part(part)) for part in ctx.parts(kernels)]
-    ends = [base.new(base.B, base.H, base.K, base.V) for _ in parts[1:]]  # states between two parts, and cotangents
+    halves = [TimePart(base, *ends) for ends in ctx.steps(kernels)]
+    parts = [(part, ctx.of_steps(part), operands.of_part(part)) for part in halves]
+    of_states = base.B, base.H, base.K, base.V
+    ends = [base.new(*of_states) for _ in parts[1:]]  # states between two parts, and cotangents
     states = [of_part.new_tile_states() for _, of_part, _ in parts]
-    initial = results.dense(base, ctx.x.C)
+    initial, unread = results.dense(base, ctx.x.C), None
+    if ends and base.recorder.one_pointer_each:
+        # Each scan stores the state that it ends with, too, see `zeros_of_plan`.
+        unread = base.new(*of_states)
+        initial, dC = (zeros if x is None else x for x in (initial, dC))
+        dC0 = unread if dC0 is None else dC0
     for (part, of_part, read), found, first, last in zip(
-        parts, states, [initial, *ends], [*ends, None], strict=True
+        parts, states, [initial, *ends], [*ends, unread], strict=True
     ):  # fmt: skip
         kernels.h(of_part, read, part(errors), None, None, found, first, last)
     for (part, of_part, read), before, final, first in zip(
         reversed(parts), reversed(states), [dC, *reversed(ends)], [*reversed(ends), dC0], strict=True
     ):
         E, do, of_v = part(errors), part(dh), part(dv)
-        cotangents, dots = kernels.dv(of_part, read, do, E, of_v, final, first)
-        channel_gradients.launch(
-            of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients
-        )  # fmt: skip
+        with base.recorder.temporary():
+            cotangents, dots = kernels.dv(of_part, read, do, E, of_v, final, first)
+            channel_gradients.launch(
+                of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients
+            )  # fmt: skip

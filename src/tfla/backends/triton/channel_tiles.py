@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 
 @without_unknown_options
-@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "first_row"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row", "low_row", "per_program"])
 def decay_operands(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
-    sequences, T, tiles_of_head, H, GROUP, per_program, first_row, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd,
-    bb, bt, bh,
+    sequences, T, tiles_of_head, H, GROUP, first_row, low_row, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh,
+    fb, ft, fh, fd, bb, bt, bh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
     READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, SLICED: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
@@ -78,8 +78,9 @@ def decay_operands(
         leveled: (H, tiles) int8, whether a tile is not bounded; written without LEVELED, whose results for such tiles
             are replaced by those of a second launch with LEVELED.
         scale: the factor of the queries.
-        per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
         first_row: with SLICED the row of Q, K, R, F, Qa, Ra and Kw at which those of the other tensors start.
+        low_row: with SLICED the row of Kw_low at which they start.
+        per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
         CORRECT: whether there are read keys.
         READ_BEFORE: whether a step reads the state before its decay.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
@@ -96,9 +97,10 @@ def decay_operands(
             e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
             at = (t0 + r).to(tl.int64)[:, None]
             to = ((first + start + r) * H + h)[:, None]
-            row_of_keys, to_keys = row, to
+            row_of_keys, to_keys, to_low = row, to, to
             if SLICED:
                 row_of_keys, to_keys = rows_from(first_row, row, to, T * H)
+                _row, to_low = rows_from(low_row, row, to, T * H)
             b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
             worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
             S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
@@ -174,7 +176,7 @@ def decay_operands(
                 if SPLIT:
                     high, low = split(key, dtype)
                     tl.store(Kw + place, high, inside)
-                    tl.store(Kw_low + (to * DK + c[None, :]), low, inside)
+                    tl.store(Kw_low + (to_low * DK + c[None, :]), low, inside)
                 else:
                     tl.store(Kw + place, key.to(dtype), inside)
                 if CORRECT:
@@ -205,7 +207,7 @@ class Operands(NamedTuple):
     leveled: Tensor  # (H, tiles) int8, which tiles are not bounded
 
     def of_part(self, part: TimePart) -> Operands:
-        """Return the operands of a part of the steps."""
+        """Return the operands of a part of the steps, of which a plan has those of tiles, and all others whole."""
         found: Operands = part.fields(self)
         return found._replace(decays=part.of_tiles(self.decays), leveled=part.of_tiles(self.leveled))
 
@@ -242,7 +244,7 @@ def launch(
     r = operand() if correct else None
     k_low = None
     if ctx.split_keys:
-        k_low = operand() if ctx.first_row is None else base.new(*shape, base.K, dtype=dtype)
+        k_low = operand() if free else base.new(*shape, base.K, dtype=dtype)  # of a slice its rows alone
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)
@@ -250,14 +252,14 @@ def launch(
     arguments = (
         x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k,
         k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, base.x.sequences,
-        base.T, base.tiles, base.H, base.group,
+        base.T, base.tiles, base.H, base.group, ctx.first_row or 0, ctx.first_row_in(k_low),
     )  # fmt: skip
     if bounded is not None:
         bounded(ctx, arguments, X if solve else None, leveled)
     count, per_program = base.tiles * base.H, ctx.marks_of_program
     for leveled_tiles in (True,) if bounded is not None else (False, True):
         base.launch(decay_operands, (ceil_div(count, per_program) if leveled_tiles else count,),
-            *arguments, per_program, ctx.first_row or 0, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys,
+            *arguments, per_program, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys,
             DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
             BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps, compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
