@@ -24,6 +24,8 @@ from jax_plans import MARKS, plans_run
 
 import tfla.jax
 from tfla.jax import hosting, kernels
+from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec, Rule
+from tfla.jax.delta.kernels import arrays_of
 
 pytestmark = MARKS
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -181,6 +183,17 @@ def test_bits_are_those_of_pytorch(model: str) -> None:
     found = solve(p)
     for name, x in jax_delta_cases.of_pytorch(p, "triton").items():
         assert torch.equal(found[name].cpu(), x), name
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gates_for_all_channels_keep_their_dtype(dtype: Any) -> None:
+    """The kernels of a rule that reads before the decay get gates of the dtype that PyTorch's get."""
+    q = jnp.ones((1, 4, 2, 8), dtype)
+    spec = DeltaSpec(Rule(1.0, True, True, False, "none", "none", -5.0), "triton", "fused", 64, 1, None, None)
+    for log_f in (-q[..., 0], -q):
+        arrays = arrays_of(spec, DeltaArrays(q, q, q, None, log_f, None, None, None, None, None))
+        assert arrays.log_f is not None
+        assert (arrays.log_f.shape, arrays.log_f.dtype) == (q.shape, dtype)
 
 
 DIVIDED = {"batch": (P("x"), P("x")), "heads": (P(None, None, "x"), P(None, "x"))}
