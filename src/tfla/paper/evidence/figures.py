@@ -152,11 +152,11 @@ def language(config: Config, found: Row) -> Figure:
         look = _look(group.model) | {"ls": ""}
         dots = [(run["tokens_per_second"], run["rows"][-1][BITS], run["run"]["seed"]) for run in group.runs]
         dots = [dot for dot in dots if None not in dot]
-        axes.plot([x for x, _, _ in dots], [y for _, y, _ in dots], label=group.label, **look)
+        axes.plot([x / 1e3 for x, _, _ in dots], [y for _, y, _ in dots], label=group.label, **look)
         rows += [
             {"model": group.model, "seed": seed, "tokens per second": x, "bits per byte": y} for x, y, seed in dots
         ]
-    axes.set(xlabel="tokens per second in training", ylabel="held-out bits per byte", xscale="log")
+    axes.set(xlabel="thousands of tokens per second in training", ylabel="held-out bits per byte", xscale="log")
     style.plain_ticks(axes.xaxis)
     style.legend_beside(drawing, axes)
     return write(
