@@ -196,6 +196,21 @@ def test_errors_without_gates_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> No
     check_beside_rounding(p, "medium", functools.partial(solve, backward=True), torch.bfloat16)
 
 
+@pytest.mark.parametrize(("V", "H"), [(128, 2), (256, 1)])
+def test_gradients_of_gates_between_resets(V: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dlog_f of alike keys is within the bound in bfloat16, also in the simulator.
+
+    Memories of more than a tile that gates end are read by one side of each tile alone, of which rounding adds up.
+    """
+    if INTERPRETED:
+        from interpreted_bfloat16 import use_bfloat16
+
+        use_bfloat16(monkeypatch)
+    p = delta_problem("gdn", gates="resets", T=1000, B=1, H=H, Hq=H, K=128, V=V, alike=0.9)
+    found = solve(p.to(torch.bfloat16), backward=True)["dlog_f"]
+    assert error(found, truth(p)["dlog_f"]) <= 1.5 * rounding_of_inputs(p, torch.bfloat16)["dlog_f"]
+
+
 @pytest.mark.parametrize("gates", ["long", "resets"])
 def test_errors_of_wide_heads_are_those_of_triton(gates: str) -> None:
     """Errors are at most 1.1 times those of the Triton kernels, or within the bound, also of dlog_f of alike keys."""

@@ -27,6 +27,7 @@ from tfla.backends.gpu.config import ceil_div, power_of_two
 from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, finite_log_gate, locate_chunk, locate_segment
 from tfla.backends.gpu.results import Gradients
+from tfla.backends.gpu.rounded_sums import pass_rounded_tiles
 from tfla.backends.gpu.state_passing import rounded_product
 
 # Indices of the sums that the float32 kernels for dk leave for each step. W is the lower triangular matrix of the terms
@@ -38,9 +39,6 @@ SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
 # A bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares.
 ROUNDING = tl.constexpr(2.0**-21)
-# The most that is read across a tile, relative to its decay and the root of the sum of squares of what its steps read
-# and write: an initial state or the cotangent of a final one can be larger than those that steps make.
-LARGEST_READ = tl.constexpr(2.0**6)
 
 
 @triton.jit
@@ -173,26 +171,7 @@ def _follow(a, b, c, d):
 
 
 @triton.jit
-def trust_differences(differences, squares, decay, LOW: tl.constexpr):
-    """Return factors for what seems to be read across tiles, which are below 1 where 16-bit rounding is most of it.
-
-    They are those of least squared error. The square of a difference is known from the difference itself, within what
-    the decay of the tile allows.
-
-    Args:
-        differences: what later tiles seem to read of earlier ones, (HEADS, TILES) float64.
-        squares: the sum of the squares of the terms of each difference, of the same shape.
-        decay: the decays of the tiles, squared, of the same shape.
-        LOW: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
-    """
-    least = decay * squares
-    signal = tl.minimum(tl.maximum(differences * differences, least), least * (LARGEST_READ * LARGEST_READ))
-    total = signal + squares * (LOW * LOW)
-    return tl.where(total > 0.0, signal / tl.where(total > 0.0, total, 1.0), 0.0)
-
-
-@triton.jit
-def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW: tl.constexpr = 0.0):
+def pass_tiles(start, squares, reads, writes, ROUNDING: tl.constexpr):
     """Return for each tile what later tiles read of earlier ones, and the sum X = <C, dC> after the last tile, by (B7).
 
     The former is X before the tile minus what the tile reads. Where this difference is within its rounding it is 0, so
@@ -203,9 +182,7 @@ def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW
         squares: the sum of the squares of the terms of `start`, (HEADS, 1) float64.
         reads: what each step reads of earlier tiles, (HEADS, TILES, L) float64.
         writes: what later tiles read of each step, of the same shape.
-        decay: the decays of the tiles, squared, (HEADS, TILES) float64; read with LOW.
         ROUNDING: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
-        LOW: the same for sums of 16-bit inputs, see `trust_differences`; else 0.
 
     Returns:
         The terms of earlier with later tiles, (HEADS, TILES); X, the sum of squares of its terms, and 0 where some
@@ -216,10 +193,7 @@ def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW
     squares = squares + tl.cumsum(tl.sum(reads * reads + writes * writes, 2), 1)
     differences = start + tl.cumsum(written - read, 1) - written
     kept = tl.where(tl.abs(differences) < tl.sqrt(squares) * ROUNDING, 0.0, 1.0).to(tl.float64)
-    weight = kept
-    if LOW > 0.0:
-        weight *= trust_differences(differences, squares, decay, LOW)
-    factor, added = tl.associative_scan((weight, written - weight * read), 1, _follow)
+    factor, added = tl.associative_scan((kept, written - kept * read), 1, _follow)
     after = factor * start + added
     last = tl.arange(0, reads.shape[1])[None, :] == reads.shape[1] - 1
     end = tl.sum(tl.where(last, after, 0.0), 1)[:, None]
@@ -242,7 +216,7 @@ def gate_gradients(
     L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, START_DOTS: tl.constexpr, IS_SEGMENTED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, BY_PAIRS: tl.constexpr,
-    ROUNDING: tl.constexpr, LOW: tl.constexpr,
+    ROUNDING: tl.constexpr, LOW: tl.constexpr, READ_ERROR: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the gates, (D1) to (D3).
@@ -271,7 +245,8 @@ def gate_gradients(
         ib, it, ih, fb, ft, fh: the strides of the gates by batch row, step and head.
         BY_PAIRS: whether (B6) and (B7) are computed, else (D2).
         ROUNDING: see `pass_tiles`; read with BY_PAIRS.
-        LOW: the rounding of 16-bit inputs, see `trust_differences`, 0 for others; read with BY_PAIRS.
+        LOW: the rounding of 16-bit inputs, see `pass_rounded_tiles`, 0 for others; read with BY_PAIRS.
+        READ_ERROR: see `pass_rounded_tiles`; read with LOW.
     """
     segment = tl.program_id(0)
     part = tl.program_id(1)
@@ -333,18 +308,21 @@ def gate_gradients(
                     C, n_start, dC, dn_end, dC_first, dn_first, s, segment + 1, segment0, h, H, SIZE, SIZE_N, BLOCK,
                     BLOCK_N, NORMALIZE, USE_INITIAL_STATE,
                 )  # fmt: skip
-        # (4) Subtract the accumulated rounding error evenly; with BY_PAIRS dlog_f follows from (B6) and (B7) instead.
+        # (4) Subtract the accumulated rounding error evenly; with BY_PAIRS dlog_f follows from (B6) and (B7) instead,
+        # and with LOW the error has the places where it is most likely.
         if BY_PAIRS:
-            decay = 1.0
             if LOW > 0.0:
                 log_gate = finite_log_gate(f.to(tl.float32), SIGMOID_F)  # a sum of 16-bit numbers would be rounded
                 total = tl.sum(tl.reshape(tl.where(inside, log_gate, 0.0), reads.shape), 2)
                 decay = tl.exp(2.0 * tl.minimum(total, 0.0).to(tl.float32)).to(tl.float64)  # squared; at most 1
-            across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, decay, ROUNDING, LOW)
-            if has_end or not USE_FINAL_STATE:
-                tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
-                count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
-                across -= tl.where(kept > 0.0, after - end, 0.0) * (tile / count)[None, :]
+                is_known = has_end or not USE_FINAL_STATE
+                across = pass_rounded_tiles(start, end, reads, writes, decay, is_known, LOW, READ_ERROR)
+            else:
+                across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, ROUNDING)
+                if has_end or not USE_FINAL_STATE:
+                    tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
+                    count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
+                    across -= tl.where(kept > 0.0, after - end, 0.0) * (tile / count)[None, :]
             before = forget_gate_gradients(across, reads, writes, in_tile)
         elif has_end or not USE_FINAL_STATE:
             rounding = start - tl.sum(falls, 1)[:, None] - end
@@ -379,6 +357,7 @@ def launch_checkpoint_dots(
 def launch(
     ctx: LaunchContext, gates: Tensor, q_dq: Tensor, k_dk: Tensor, dots: Tensor, starts: Pair, ends: Pair,
     grads: Gradients, *, final_cotangent: bool, by_pairs: bool | None = None, start_dots: int = 0,
+    read_error: float = 0.0,
 ) -> None:  # fmt: skip
     """Compute the gradients of the gates.
 
@@ -394,6 +373,7 @@ def launch(
         final_cotangent: Whether the final states have cotangents.
         by_pairs: Whether q_dq and k_dk are as `pair_sums` has them; None: for float32.
         start_dots: The number of partial sums of <C, dC> that `starts` has in place of C, or 0 where it has C.
+        read_error: READ_ERROR of `pass_rounded_tiles`.
     """
     x, spec = ctx.x, ctx.spec
     by_pairs = ctx.exact if by_pairs is None else by_pairs
@@ -413,5 +393,6 @@ def launch(
         IS_SEGMENTED=ctx.segmented, IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
         USE_FINAL_STATE=final_cotangent, BY_PAIRS=by_pairs,
         ROUNDING=ROUNDING.value if ctx.exact else 0.0,
-        LOW=0.0 if ctx.exact else torch.finfo(x.q.dtype).eps / 2, **ctx.gate_forms, num_warps=num_warps,
+        LOW=0.0 if ctx.exact else torch.finfo(x.q.dtype).eps / 2, READ_ERROR=read_error, **ctx.gate_forms,
+        num_warps=num_warps,
     )  # fmt: skip

@@ -29,6 +29,10 @@ from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
 # memory of its output and gradients; dlog_f, which sums rounding from one to the next, differs little.
 CHECKPOINT_STEPS = 512
 
+# READ_ERROR of `rounded_sums` where dhv is above 128: the operands of which the scans with time make the state are
+# rounded once there, and all steps that read it have these errors in common.
+WIDE_READ_ERROR = 16.0
+
 
 def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
     """Launch the backward.
@@ -55,7 +59,8 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     C, dC = results.dense(base, x.C), results.dense(base, dC)
     # dv, (D10) to (D13), dq and dk, (D14) to (D16), and what dlog_f, (D17), is made of.
     dq, dk, dbeta, pairs = launch_scans(ctx, gates, X, E, dh, dv, C, dC, dC0)
-    df = None if pairs is None else delta.gate_gradient(ctx, gates, *pairs, dC)
+    read_error = 0.0 if base.V <= host.STATE_ROWS else WIDE_READ_ERROR
+    df = None if pairs is None else delta.gate_gradient(ctx, gates, *pairs, dC, read_error)
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta if x.beta is not None else None, df, None, None, None, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))

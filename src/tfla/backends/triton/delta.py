@@ -347,7 +347,7 @@ def checkpoint_dots(
 
 def gate_gradient(
     ctx: DeltaContext, gates: Tensor, reads: Tensor, pair_sums: Tensor, dots: Tensor, starts: Tensor | None,
-    dC: Tensor | None,
+    dC: Tensor | None, read_error: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of log_f, (B, T, H), see :mod:`tfla.backends.gpu.gate_gradients`.
 
@@ -359,6 +359,7 @@ def gate_gradient(
         dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, parts).
         starts: Parts of <C, dC> at the starts of sequences, (N * H, parts), or None without initial states.
         dC: The cotangents of the final states, or None.
+        read_error: READ_ERROR of :mod:`tfla.backends.gpu.rounded_sums`.
     """
     base = ctx.base
     assert ctx.x.log_f is not None
@@ -367,7 +368,7 @@ def gate_gradient(
     grads = results.Gradients(dq=df, dk=df, dv=df, di=None, df=df, dC0=None, dn0=None)
     gate_gradients.launch(
         base, gates, reads, pair_sums, dots, (starts, None), (dC, None), grads, final_cotangent=dC is not None,
-        by_pairs=True, start_dots=0 if starts is None else starts.shape[1],
+        by_pairs=True, start_dots=0 if starts is None else starts.shape[1], read_error=read_error,
     )  # fmt: skip
     return df
 

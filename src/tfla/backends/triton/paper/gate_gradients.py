@@ -85,7 +85,7 @@ def chunk_gate_gradients(
     for t in range(0, count, STEPS):
         if EXACT:
             _, reads, writes, _ = pair_sums(q_dq, k_dk, at + t + r, size, t + r < count, PARTS, L)
-            _across, after, squares, here = pass_tiles(after, squares, reads, writes, 1.0, ROUNDING)
+            _across, after, squares, here = pass_tiles(after, squares, reads, writes, ROUNDING)
             kept *= here
         else:
             of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
@@ -101,7 +101,7 @@ def chunk_gate_gradients(
         inside = t + r < count
         if EXACT:
             of_k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at + t + r, size, inside, PARTS, L)
-            across, top, squares, _here = pass_tiles(top, squares, reads, writes, 1.0, ROUNDING)
+            across, top, squares, _here = pass_tiles(top, squares, reads, writes, ROUNDING)
             across -= rounding * (t // L + tl.arange(0, STEPS // L))[None, :].to(tl.float64)
             before = forget_gate_gradients(across, reads, writes, in_tile)
         else:
