@@ -200,8 +200,7 @@ SUITES = {
         (2048, 8192, TOKENS), _lengths(32, 128, 128), tuple(entries.delta()), sustained_at=(8192,),
         note="Keys and queries have norm 1. Gates for each channel are in bfloat16, one gate for each step and write "
         "strengths in float32; the backward computes all gradients. The roofline is that of the recurrence, forward "
-        "and backward by themselves. Packed sequences have exponentially distributed lengths of mean 2,048. Memory is "
-        "that of the launches of its date; docs/tuning-log-delta.md has that of the present ones by count.",
+        "and backward by themselves. Packed sequences have exponentially distributed lengths of mean 2,048.",
     ),
     "delta_decode": Suite(
         "Delta rules and gates by channel: one step of decoding by batch size", "batch", (1, 16, 64, 256),
