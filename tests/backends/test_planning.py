@@ -45,6 +45,8 @@ def test_operations_of_pytorch_are_refused() -> None:
         zeros = recorder.do(torch.Tensor.zero_, recorder.new(3))
         assert recorder.do(torch.Tensor.copy_, recorder.new(3), zeros).shape == (3,)
         ones = recorder.do(fill_with_ones, recorder.new(3))
+        view = recorder.do(lambda t: t.expand(2, 3), ones)
+        assert recorder.numbers[id(view)] == recorder.numbers[id(ones)]
         with pytest.raises(NotImplementedError, match="an operation of PyTorch"):
             recorder.do(lambda t: t.sum(0), zeros)
     plan = recorder.finish([zeros, ones])

@@ -42,7 +42,7 @@ def solve(p: Any, **given: Any) -> Any:
     return jax_delta_cases.solve(p, backend="triton", **given)
 
 
-@pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda", "gla", "comba"])
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda", "gla", "comba", "before"])
 def test_every_model(model: str) -> None:
     p = delta_problem(model, **SHAPE)
     check_beside_terms(p, solve(p))
@@ -186,14 +186,14 @@ def test_bits_are_those_of_pytorch(model: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_gates_for_all_channels_keep_their_dtype(dtype: Any) -> None:
-    """The kernels of a rule that reads before the decay get gates of the dtype that PyTorch's get."""
+def test_kernels_get_gates_as_they_are(dtype: Any) -> None:
+    """The kernels of a rule that reads before the decay get gates of the shape and dtype that PyTorch's get."""
     q = jnp.ones((1, 4, 2, 8), dtype)
     spec = DeltaSpec(Rule(1.0, True, True, False, "none", "none", -5.0), "triton", "fused", 64, 1, None, None)
     for log_f in (-q[..., 0], -q):
         arrays = arrays_of(spec, DeltaArrays(q, q, q, None, log_f, None, None, None, None, None))
         assert arrays.log_f is not None
-        assert (arrays.log_f.shape, arrays.log_f.dtype) == (q.shape, dtype)
+        assert (arrays.log_f.shape, arrays.log_f.dtype) == (log_f.shape, dtype)
 
 
 DIVIDED = {"batch": (P("x"), P("x")), "heads": (P(None, None, "x"), P(None, "x"))}

@@ -170,6 +170,7 @@ class PlanRecorder(LaunchRecorder):
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__(given)
         self.plan: list[Step] = []
+        self.views: list[Tensor] = []  # with the numbers of the tensors whose memory they have
         self.spare: list[Tensor] = []  # tensors that no later step reads
         self.passing: list[Tensor] | None = None  # those that the body of `temporary` has, or None outside of one
 
@@ -245,6 +246,8 @@ class PlanRecorder(LaunchRecorder):
     def do(self, fn: Callable[..., Any], *read: Any) -> Any:
         """Record an operation: `Tensor.zero_`, `fill_with_ones`, `Tensor.copy_`, or the making of a TMA descriptor.
 
+        A view is no step: it has the number of the tensor that it is of, and kernels get its strides.
+
         Raises:
             NotImplementedError: it is another operation, which plans do not have.
         """
@@ -263,6 +266,10 @@ class PlanRecorder(LaunchRecorder):
                 self.plan.append(Gather(self._new_number(made), self.numbers[id(read[0])]))
             elif fn.__name__ == "places":
                 self.plan.append(Places(self._new_number(made)))
+            return made
+        if isinstance(made, Tensor) and made._base is not None and made._base is read[0]:
+            self.views.append(made)
+            self.numbers[id(made)] = self.numbers[id(read[0])]
             return made
         if isinstance(made, Tensor):
             raise NotImplementedError(f"an operation of PyTorch, {fn}")

@@ -247,7 +247,8 @@ def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) 
     config = channel_config(base.K, base.V, spec.correct, architecture(x.q.device))
     log_f = x.log_f
     if log_f is None:
-        log_f = base.do(lambda t, q: t.new_zeros(()).expand(*t.shape[:3], q.shape[3]), beta, x.q)
+        zero = base.zeros(1, dtype=beta.dtype)
+        log_f = base.do(lambda t, q, v: t.expand(*v.shape[:3], q.shape[3]), zero, x.q, x.v)
     elif not x.channel_gates:
         log_f = base.do(lambda t, q: t.unsqueeze(3).expand(*t.shape, q.shape[3]), log_f, x.q)
     return ChannelContext(base=base, x=x, spec=spec, config=config, beta=beta, log_f=log_f)

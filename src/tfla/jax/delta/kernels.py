@@ -265,9 +265,6 @@ def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
     if given.log_f is not None:
         as_given = rule.gate_activation == "none" and given.log_f.dtype == x.q.dtype
         log_f = given.log_f if as_given else x.log_f if given.log_f.ndim == 4 else x.log_f[..., 0]
-    if rule.read_before_decay and (log_f is None or log_f.ndim == 3):  # its kernels have gates by channel
-        by_step = x.log_f if log_f is None else log_f[..., None]
-        log_f = jnp.broadcast_to(by_step, (*x.v.shape[:3], x.q.shape[3]))
     offsets = x.cu_seqlens if spec.offsets is None else jnp.asarray(spec.offsets, jnp.int32)
     return KernelArrays(
         x.q, x.k, x.v, beta, log_f, None if given.read_key is None else x.read_key, None if given.C is None else x.C,
