@@ -12,6 +12,8 @@ of the same number, whose errors differ. Their mean has weights by the variances
 import triton
 import triton.language as tl
 
+from tfla.backends.gpu.state_passing import rounded_product
+
 # The most that is read across a tile, relative to its decay and the root of the sum of squares of what its steps read
 # and write: an initial state or the cotangent of a final one can be larger than those that steps make.
 LARGEST_READ = tl.constexpr(2.0**6)
@@ -40,8 +42,11 @@ def trust_differences(differences, squares, decay, LOW: tl.constexpr):
 
 @triton.jit
 def _follow_both(a, b, c, d, e, f):
-    """Return x -> a x + b and y -> a y + c, followed by x -> d x + e and y -> d y + f, in the same form."""
-    return a * d, b * d + e, c * d + f
+    """Return x -> a x + b and y -> a y + c, followed by x -> d x + e and y -> d y + f, in the same form.
+
+    Products are rounded, so that all threads that have a result have the same bits.
+    """
+    return a * d, rounded_product(b, d) + e, rounded_product(c, d) + f
 
 
 @triton.jit
@@ -59,19 +64,19 @@ def follow_tiles(start, variance, taken, added, decay, LOW: tl.constexpr, REVERS
     """
     take = tl.sum(taken, 2)
     add = tl.sum(added, 2)
-    take_squares = tl.sum(taken * taken, 2)
-    add_squares = tl.sum(added * added, 2)
+    take_squares = tl.sum(rounded_product(taken, taken), 2)
+    add_squares = tl.sum(rounded_product(added, added), 2)
     squares = start * start + tl.cumsum(take_squares + add_squares, 1, reverse=REVERSE)
     differences = start + tl.cumsum(add - take, 1, reverse=REVERSE) - add
     kept = trust_differences(differences, squares, decay, LOW)
     factor, x, v = tl.associative_scan(
         (kept, add - kept * take, add_squares + kept * take_squares), 1, _follow_both, reverse=REVERSE
     )
-    after = factor * start + x
+    after = rounded_product(factor, start) + x
     tile = tl.arange(0, taken.shape[1])[None, :]
     last = tile == (0 if REVERSE else taken.shape[1] - 1)
     end = tl.sum(tl.where(last, after, 0.0), 1)[:, None]
-    return after - add, factor * variance + v - add_squares, end
+    return after - add, rounded_product(factor, variance) + v - add_squares, end
 
 
 @triton.jit

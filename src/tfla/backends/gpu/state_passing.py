@@ -18,7 +18,7 @@ from tfla.backends.gpu.context import LaunchContext
 
 @triton.jit
 def rounded_product(a, b):
-    """Return a b rounded to float32, so that the compiler cannot fuse the product with a later addition.
+    """Return a b rounded to its dtype, so that the compiler cannot fuse the product with a later addition.
 
     In a sum over threads each thread adds its own products to rounded partial sums of other threads. A fused
     multiply-add would keep more digits of its own product, and threads that share a sum would get different results.
