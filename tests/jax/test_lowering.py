@@ -179,21 +179,22 @@ HOPPER_BY_CHANNEL = [
 
 
 @pytest.mark.parametrize(
-    ("by_channel", "architecture", "backend", "names"),
+    ("by_channel", "dtype", "architecture", "backend", "names"),
     [
-        (False, 90, "triton", NAMES),
-        pytest.param(True, 80, "triton", NAMES_BY_CHANNEL, marks=pytest.mark.compiles),
-        pytest.param(False, 90, "hopper", HOPPER, marks=pytest.mark.compiles),
-        pytest.param(True, 90, "hopper", HOPPER_BY_CHANNEL, marks=pytest.mark.compiles),
+        (False, "float32", 90, "triton", NAMES),
+        (False, "bfloat16", 90, "triton", NAMES),
+        pytest.param(True, "float32", 80, "triton", NAMES_BY_CHANNEL, marks=pytest.mark.compiles),
+        pytest.param(False, "float32", 90, "hopper", HOPPER, marks=pytest.mark.compiles),
+        pytest.param(True, "float32", 90, "hopper", HOPPER_BY_CHANNEL, marks=pytest.mark.compiles),
     ],
 )
 def test_calls_of_the_delta_rule(
-    by_channel: bool, architecture: int, backend: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+    by_channel: bool, dtype: str, architecture: int, backend: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
     dim = 128 if backend == "hopper" else 16
-    q, gates = jnp.ones((1, 256, 2, dim), jnp.bfloat16), jnp.ones((1, 256, 2))
-    log_f = -jnp.ones((1, 256, 2, dim)) if by_channel else -gates
+    q, gates = jnp.ones((1, 256, 2, dim), jnp.bfloat16), jnp.ones((1, 256, 2), dtype)
+    log_f = -jnp.ones((1, 256, 2, dim), dtype) if by_channel else -gates
 
     def loss(q: Any, beta: Any, log_f: Any) -> Any:
         h, last = tfla.jax.delta_rule(q, q, q, beta, log_f, return_state=True, normalize_qk=True, backend=backend)

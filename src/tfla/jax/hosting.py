@@ -49,7 +49,7 @@ def on_platform(lowered: Any, arrays: Arrays, otherwise: Callable[[list[Array | 
         lowered: the plan.
         arrays: what it is given.
         otherwise: the other function. It may return fewer results than the plan, or None or an empty array in their
-            places; these are zeros.
+            places; these are zeros. The others get the dtypes of the plan's results.
     """
 
     def elsewhere(*there: Array) -> list[Array]:
@@ -57,9 +57,10 @@ def on_platform(lowered: Any, arrays: Arrays, otherwise: Callable[[list[Array | 
         results = [lowered.plan.meta[n] for n in lowered.plan.results]
         found = otherwise(list(_whole(arrays, there)))
         found += [None] * (len(results) - len(found))
+        dtypes = [str(like.dtype).removeprefix("torch.") for like in results]
         kept = [
-            jnp.zeros(tuple(like.shape), str(like.dtype).removeprefix("torch.")) if x is None or x.size == 0 else x
-            for x, like in zip(found, results, strict=True)
+            jnp.zeros(tuple(like.shape), dtype) if x is None or x.size == 0 else x.astype(dtype)
+            for x, like, dtype in zip(found, results, dtypes, strict=True)
         ]
         return [vary(x, axes) for x in kept]
 
