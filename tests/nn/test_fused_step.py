@@ -11,6 +11,7 @@ import torch
 
 from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.nn import LanguageModel, fused_step
+from tfla.nn.decode import owned
 from tfla.nn.fused_step import FusedStep, unsupported
 from tfla.nn.step_tiles import choose_tiles
 
@@ -67,6 +68,32 @@ def test_steps_are_those_of_the_model(
         logits, state = step(token, state)
         found.append(logits.clone())
     close(torch.stack(found, 1), model(tokens))
+
+
+@runs
+@pytest.mark.gpu
+@pytest.mark.interpreter
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig"])
+def test_proposed_tokens_are_those_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, make_model: Make, close: Callable, mixer: str
+) -> None:
+    """The sequences accept different numbers of tokens, of two blocks whose inputs have to be kept until then."""
+    height, tiles = choose_tiles(6, 80, 4)
+    small = {name: replace(tile, **LAYOUTS["rows"]) for name, tile in tiles.items()}
+    monkeypatch.setattr(fused_step, "choose_tiles", lambda *_: (height, small))
+    model = make_model(mixer, dtype=torch.float32, d_model=16).to(DEVICE)
+    prompt, ids = torch.arange(14, device=DEVICE).view(2, 7).split([4, 3], 1)
+    state, lengths = model.read_prompt(prompt)[1], torch.tensor([1, 3], device=DEVICE)
+    assert unsupported(model, state, ids.numel()) is None
+    expected, accept = model.steps(ids, state)
+    logits, accept_fused = FusedStep(model, ids.numel()).steps(ids, owned(state, None))
+    close(logits, expected)
+    for after, wanted in zip(accept_fused(lengths), accept(lengths), strict=True):
+        for part, own in zip(after, wanted, strict=True):
+            assert (part is None) == (own is None)
+            if own is not None:
+                close(part, own)
 
 
 @pytest.mark.gpu

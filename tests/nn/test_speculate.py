@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tfla.nn import LanguageModel, NGram, generate
+from tfla.nn.decode import stepped_tensors
 from tfla.nn.drafts import Lookup
 from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.sampling import Sampling
-from tfla.nn.speculate import accept_proposals
+from tfla.nn.speculate import SpeculativeTexts, accept_proposals
 
 Make = Callable[..., LanguageModel]
 EVERY = ["mlstm_exp", "mlstm_sig", "attention", "mamba2", "retnet", "gla", "delta_net", "gated_delta_net", "kda"]
@@ -68,7 +70,7 @@ def test_the_model_accepts_all_of_its_own_greedy_proposals(
         LanguageModel, "steps", lambda self, *x, **o: (calls.append(len(calls)), steps(self, *x, **o))[1]
     )
     text(model, ids, temperature=0, draft=model, draft_tokens=3)
-    assert len(calls) == 2 * 4  # the model's calls and the draft's
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.7, "temperature": 1.5}], ids=str)
@@ -97,6 +99,18 @@ def test_any_draft_leaves_the_distribution(options: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.bincount(third, minlength=V) / len(third), exact[2], rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("top_p", [None, 0.6])
+def test_probabilities_are_those_of_draws(top_p: float | None) -> None:
+    """Ranks are left out where nothing is cut off; draws are those of torch.multinomial."""
+    logits = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p = Sampling(0.7, None, top_p, None).probabilities(logits)
+    torch.testing.assert_close(p, Sampling(0.7, 50, top_p, None).probabilities(logits), rtol=1e-12, atol=0)
+    for seed in range(20):
+        draws = [torch.Generator().manual_seed(seed) for _ in range(2)]
+        expected = torch.multinomial(p[0], 1, generator=draws[0])[:, 0]
+        assert torch.equal(Sampling(0.7, None, top_p, draws[1]).draw_from(p[0]), expected)
+
+
 def test_samples_with_and_without_a_draft_are_alike(make_model: Make) -> None:
     """The second token of many equal prompts, given all first ones."""
     model, prompt = make_model(dtype=torch.float32, vocab_size=5), torch.tensor([[1, 2, 1]]).expand(4000, -1)
@@ -117,6 +131,59 @@ def test_stop_token_and_stream(make_model: Make, ids: Tensor) -> None:
     assert torch.equal(text(model, ids, 30, temperature=0, stop_token=stop, draft=NGram()), expected)
     tokens = generate(model, ids, 10**3, seed=0, draft=NGram())
     assert [next(tokens).shape for _ in range(7)] == [(2,)] * 7
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the model itself", "n-grams"])
+def test_texts_end_where_the_last_sequence_has_its_stop_token(make_model: Make, ids: Tensor, own: bool) -> None:
+    """Every token of the free texts is tried, so that sequences end in different rounds, and in the first token."""
+    model, prompt = make_model(), torch.cat([ids, ids.flip(1)])[:3]
+    draft = model if own else NGram(2)
+    for stop in text(model, prompt, 12, temperature=0).unique().tolist():
+        expected = text(model, prompt, 12, temperature=0, stop_token=stop)
+        assert torch.equal(text(model, prompt, 12, temperature=0, stop_token=stop, draft=draft), expected)
+
+
+def rounds(model: LanguageModel, draft: LanguageModel | NGram, ids: Tensor, temperature: float) -> SpeculativeTexts:
+    sampling = Sampling(temperature, 3, 0.7, None) if temperature else Sampling(0.0, None, None, None)
+    return SpeculativeTexts(model, draft, ids, ids.shape[1] + 12, 3, sampling, stop_token=4, cuda_graph=None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_round_reads_no_values(make_model: Make, ids: Tensor, temperature: float) -> None:
+    """Tensors without values raise where a call would wait for a GPU, which no capture allows."""
+    for model in models(make_model):
+        model = model.to("meta")
+        for draft in (NGram(2), model):
+            texts = rounds(model, draft, ids.to("meta"), temperature)
+            texts.advance()
+            assert texts.progress.shape == (3,)
+
+
+@torch.no_grad()
+def test_rounds_write_to_tensors_of_fixed_addresses(make_model: Make, ids: Tensor) -> None:
+    """A round whose texts are complete leaves them and the states as they are, so that a graph can be captured."""
+
+    def held(texts: SpeculativeTexts) -> list[Tensor]:
+        states = tree_leaves((texts.state, getattr(texts.source, "state", ())))
+        return [texts.text, texts.length, texts.finite, *(t for t in states if t is not None)]
+
+    for model in models(make_model):
+        for draft in (NGram(2), model):
+            texts = rounds(model, draft, ids, 1.0)
+            addresses = [t.data_ptr() for t in held(texts)]
+            while texts.read()[0] < texts.total - 2 and texts.read()[0] < texts.read()[1]:
+                texts.advance()
+            assert [t.data_ptr() for t in held(texts)] == addresses
+            texts.length.fill_(texts.total)
+            before = [t.clone() for t in stepped_tensors((*texts.state, *getattr(texts.source, "state", ())))]
+            before.append(texts.text[:, : texts.total].clone())
+            texts.advance()
+            after = [
+                *stepped_tensors((*texts.state, *getattr(texts.source, "state", ()))),
+                texts.text[:, : texts.total],
+            ]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def naive(text: list[int], n: int, count: int) -> list[int]:
@@ -192,6 +259,46 @@ def test_cuda_graphs_of_verification(make_model: Make, ids: Tensor, mixer: str) 
         for graph in (True, False):
             found = text(model, prompt, 40, temperature=0, draft=draft, cuda_graph=graph)
             assert (found == expected).float().mean() > 0.9  # a near tie may end otherwise
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "gla", "hybrid"])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 5, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_graphs_draw_the_tokens_of_calls_without_them(
+    make_model: Make, ids: Tensor, mixer: str, options: dict[str, Any], batch: int
+) -> None:
+    """The second text of a generator goes on with its numbers, and so does torch's global generator."""
+    fields = HYBRID if mixer == "hybrid" else {"mixer": mixer}
+    model = make_model(dtype=torch.float32, d_model=64, **fields).cuda()
+    small = make_model("mlstm_sig", dtype=torch.float32, seed=1).cuda()
+    prompt = torch.cat([ids, ids.flip(1)])[:batch].cuda()
+    for draft in (NGram(2), small, model):
+        found = []
+        for graph in (True, False):
+            given: dict[str, Any] = {"draft": draft, "cuda_graph": graph, **options}
+            generator = torch.Generator("cuda").manual_seed(3)
+            torch.manual_seed(5)
+            texts = [text(model, prompt, 20, seed=7, **given) for _ in range(2)]
+            assert torch.equal(*texts)
+            texts += [text(model, prompt, 20, generator=generator, **given) for _ in range(2)]
+            texts += [text(model, prompt, 20, **given) for _ in range(2)]
+            found.append((torch.cat(texts), torch.rand(4, device="cuda", generator=generator), torch.rand(4).cuda()))
+        for with_graph, without in zip(*found, strict=True):
+            assert torch.equal(with_graph, without)
+        if options != {"temperature": 0}:
+            assert not torch.equal(*found[0][0][2 * batch : 4 * batch].chunk(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_end_texts_at_stop_tokens(make_model: Make, ids: Tensor) -> None:
+    model, prompt = make_model(dtype=torch.float32, d_model=64).cuda(), ids.cuda()
+    for stop in text(model, prompt, 12, temperature=0).unique().tolist():
+        options: dict[str, Any] = {"temperature": 0, "stop_token": stop, "draft": NGram(2)}
+        expected = text(model, prompt, 12, cuda_graph=False, **options)
+        assert torch.equal(text(model, prompt, 12, cuda_graph=True, **options), expected)
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:

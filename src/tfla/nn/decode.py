@@ -81,13 +81,10 @@ class Decoder:
                 for size in reversed(self.batches):  # smaller ones find room in the memory of the largest one
                     self._pooled[size] = PooledGraph(self, size, next(iter(self._pooled.values()), None))
             return
-        self.state = tuple(own_state(block_state, capacity) for block_state in state)
+        self.state = owned(state, capacity)
         if device.type == "cuda" and constant and cuda_graph is not False:
             # Capturing runs a step. In a cache it writes after the last token, where the first step will write.
-            overwritten = [
-                t for own in self.state for t in ((own.length,) if isinstance(own, KeyValues) else tree_leaves(own))
-            ]
-            before = [(t, t.clone()) for t in overwritten if t is not None]
+            before = [(t, t.clone()) for t in stepped_tensors(self.state)]
             self._capture(device)
             for target, source in before:
                 target.copy_(source)
@@ -233,14 +230,21 @@ class PooledGraph:
 
 
 @torch.no_grad()
-def captured(call: Callable[[], Tensor], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def captured(
+    call: Callable[[], Tensor], device: torch.device, pool: Any = None, generator: torch.Generator | None = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Run a call twice, the second time to capture it in a CUDA graph, and return the graph and the call's result.
+
+    The first replay draws the random numbers that the call would have drawn without a graph.
 
     Args:
         call: the call.
         device: the GPU.
         pool: the memory of another graph.
+        generator: the generator of the call's random numbers; None is torch's global one.
     """
+    draws = torch.cuda.default_generators[device.index] if generator is None else generator
+    before = draws.get_state()
     # Autocast's cache of cast weights would be filled during the capture and freed before the replay.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.cuda.device(device), torch.autocast("cuda", dtype, enabled, cache_enabled=False):
@@ -249,7 +253,10 @@ def captured(call: Callable[[], Tensor], device: torch.device, pool: Any = None)
         with torch.cuda.stream(stream):
             call()  # compilation and allocations must not be captured
         torch.cuda.current_stream().wait_stream(stream)
+        draws.set_state(before)
         graph = torch.cuda.CUDAGraph()
+        if generator is not None:  # captures know the global one by themselves
+            graph.register_generator_state(generator)
         with torch.cuda.graph(graph, pool=pool):
             result = call()
     return graph, result
@@ -270,6 +277,13 @@ def _tensors(state: ModelState) -> list[Tensor]:
     return [t for t in tree_leaves(state) if t is not None]
 
 
+def stepped_tensors(state: ModelState) -> list[Tensor]:
+    """Return the tensors that a step changes; of a cache only the numbers of tokens, after which places are free."""
+    return [
+        t for own in state for t in ((own.length,) if isinstance(own, KeyValues) else tree_leaves(own)) if t is not None
+    ]
+
+
 def copy_into(state: ModelState, new: ModelState) -> None:
     """Copy the tensors of a new state that are not those of the state already into the state."""
     pairs = [
@@ -277,6 +291,11 @@ def copy_into(state: ModelState, new: ModelState) -> None:
     ]
     if pairs:
         torch._foreach_copy_([old for old, _ in pairs], [now for _, now in pairs])
+
+
+def owned(state: ModelState, capacity: int | None) -> ModelState:
+    """Return a copy of the state of a batch, with caches as :func:`own_state` makes them."""
+    return tuple(own_state(block_state, capacity) for block_state in state)
 
 
 def own_state(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:

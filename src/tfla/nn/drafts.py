@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tfla.nn import fused_step
+from tfla.nn.decode import copy_into, owned, stepped_tensors
 from tfla.nn.model import LanguageModel
-from tfla.nn.proposed import ProposedSteps
 from tfla.nn.sampling import Sampling, prefill
 from tfla.nn.validation import check_int
 
@@ -35,7 +37,7 @@ class NGram:
 
 
 class Draft(Protocol):
-    """A source of proposed tokens."""
+    """A source of proposed tokens, whose two functions can be captured in a CUDA graph."""
 
     def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor | None]:
         """Propose tokens after each text.
@@ -49,8 +51,8 @@ class Draft(Protocol):
             proposals are not random.
         """
 
-    def accept(self, steps: Tensor, lengths: Tensor) -> None:
-        """Advance by the first lengths (B,) of the tokens (B, K + 1): the last one of the text, and the proposals."""
+    def accept(self, lengths: Tensor) -> None:
+        """Advance each sequence by the last token of its text and the proposals after it: lengths (B,), 0 to K + 1."""
 
 
 class Lookup:
@@ -62,13 +64,11 @@ class Lookup:
     def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, None]:
         """Run :meth:`Draft.propose`; where the last token has not occurred before, it is repeated."""
         end = torch.arange(text.shape[1], device=text.device)  # the index of the last token of every candidate place
-        equal = torch.zeros_like(text)  # how many tokens up to `end` equal the latest tokens of the text
-        so_far = torch.ones_like(text, dtype=torch.bool)
-        for back in range(self.n):
-            last = text.gather(1, (length[:, None] - 1 - back).clamp(min=0))
-            before = text[:, (end - back).clamp(min=0)]
-            so_far = so_far & (before == last) & (end >= back)
-            equal += so_far
+        back = torch.arange(self.n, device=text.device)[:, None]
+        before = text[:, (end - back).clamp(min=0)]  # (B, n, S)
+        last = text.gather(1, (length[:, None] - 1 - back[:, 0]).clamp(min=0))  # (B, n)
+        # How many tokens up to `end` equal the latest tokens of the text.
+        equal = ((before == last[..., None]) & (end >= back)).cumprod(1).sum(1)
         earlier = end < length[:, None] - 1
         # The longest match is taken, and the last one of several that are equally long.
         score = torch.where(earlier, equal * text.shape[1] + end, -1)
@@ -82,12 +82,12 @@ class Lookup:
         )
         return text.gather(1, source), None
 
-    def accept(self, steps: Tensor, lengths: Tensor) -> None:
+    def accept(self, lengths: Tensor) -> None:
         """Run :meth:`Draft.accept`, which has nothing to do here: a lookup has no state but the text."""
 
 
 class ModelDraft:
-    """The proposals of a model, which steps through them one by one and reads the accepted ones in one call.
+    """The proposals of a model, which steps through them and keeps its state after each of them.
 
     Args:
         model: the model.
@@ -95,32 +95,44 @@ class ModelDraft:
         count: the number of proposed tokens.
         sampling: how they are drawn.
         capacity: the number of tokens for which caches of attention have room.
-        cuda_graph: as in :func:`tfla.nn.generate`.
     """
 
-    def __init__(
-        self, model: LanguageModel, ids: Tensor, count: int, sampling: Sampling, capacity: int, cuda_graph: bool | None
-    ) -> None:
-        self.model, self.count, self.sampling = model, count, sampling
-        _, state = prefill(model, ids)
-        self.steps = ProposedSteps(model, state, count + 1, capacity=capacity, cuda_graph=cuda_graph)
+    def __init__(self, model: LanguageModel, ids: Tensor, count: int, sampling: Sampling, capacity: int) -> None:
+        self.count, self.sampling = count, sampling
+        self.state = owned(prefill(model, ids)[1], capacity)
+        fusable = fused_step.unsupported(model, self.state) is None
+        self.step = fused_step.FusedStep(model, len(ids)) if fusable else functools.partial(model.step, in_place=True)
+        self.stepped = stepped_tensors(self.state)
+        # Before and after each step, (count + 2, B, ...).
+        self.kept = [t.new_empty(count + 2, *t.shape) for t in self.stepped]
 
-    def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Run :meth:`Draft.propose`."""
-        token, state = text.gather(1, length[:, None] - 1)[:, 0], self.steps.state
+    def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run :meth:`Draft.propose`; one more step reads the last proposal, which may be accepted with all others."""
+        token = text.gather(1, length[:, None] - 1)[:, 0]
         tokens, probabilities = [], []
-        for _ in range(self.count):
-            logits, state = self.model.step(token, state)
-            p = self.sampling.probabilities(torch.where(logits.isfinite(), logits, 0.0))
-            token = self.sampling.draw_from(p)
+        self._keep(0)
+        for number in range(1, self.count + 2):
+            logits, new = self.step(token, self.state)
+            copy_into(self.state, new)
+            self._keep(number)
+            if number > self.count:
+                break
+            if self.sampling.greedy:
+                token = logits.argmax(-1)
+            else:
+                probabilities.append(self.sampling.probabilities(logits))
+                token = self.sampling.draw_from(probabilities[-1])
             tokens.append(token)
-            probabilities.append(p)
-        return torch.stack(tokens, 1), torch.stack(probabilities, 1)
+        return torch.stack(tokens, 1), torch.stack(probabilities, 1) if probabilities else None
 
-    def accept(self, steps: Tensor, lengths: Tensor) -> None:
+    def accept(self, lengths: Tensor) -> None:
         """Run :meth:`Draft.accept`."""
-        self.steps.verify(steps)
-        self.steps.accept(lengths)
+        row = torch.arange(len(lengths), device=lengths.device)
+        torch._foreach_copy_(self.stepped, [kept[lengths, row] for kept in self.kept])
+
+    def _keep(self, number: int) -> None:
+        """Keep the state after so many steps."""
+        torch._foreach_copy_([kept[number] for kept in self.kept], self.stepped)
 
 
 def check_draft(draft: object, model: LanguageModel) -> None:

@@ -1,12 +1,13 @@
-"""The language model's step for a few sequences, in six launches per block.
+"""The language model's step for a few tokens, in six launches per block.
 
-The kernels and their equations are in :mod:`tfla.nn.step_kernels` for one sequence, and for more in
-:mod:`tfla.nn.batched_step_kernels`.
+The tokens are one of each sequence, or a few proposed tokens of each. The kernels and their equations are in
+:mod:`tfla.nn.step_kernels` for one token, and for more in :mod:`tfla.nn.batched_step_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.step_tiles import MAX_BATCH, choose_tiles
 from tfla.ops.autocast import autocast_dtype
+from tfla.ops.gates import InputGate
 from tfla.ops.state import State
-from tfla.ops.steps import mlstm_step
+from tfla.ops.steps import mlstm_step, mlstm_steps
 
 MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
 # The smallest d_model with which kernels for several sequences use wgmma. ptxas leaves matrix descriptors of narrower
@@ -30,12 +32,15 @@ WGMMA_COLUMNS = 3072
 # The modules that the kernels implement.
 SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
 
+# From q, k, v, i and f of all tokens, (B, heads, ...) each, to h, (B, heads, dhv) or with B as two dimensions.
+Recurrence = Callable[..., Tensor]
+
 
 def unsupported(model: LanguageModel, state: ModelState, batch: int | None = None) -> str | None:
     """Return why :class:`FusedStep` cannot replace the model's own step, or None if it can.
 
-    `batch` is the number of sequences of a step, whose states are rows of the pool `state`. Where it is None, each row
-    of `state` is a sequence.
+    `batch` is the number of tokens of a call, where it is not the number of rows of `state`: of a pool it is the number
+    of sequences, and of proposed tokens that of all sequences together.
 
     A model with forward hooks or with modules of other types keeps its own step.
     """
@@ -67,11 +72,12 @@ def unsupported(model: LanguageModel, state: ModelState, batch: int | None = Non
 class FusedStep:
     """A callable that computes ``model.step(ids, state, in_place=True)`` for a few sequences.
 
-    Sums are float32 and are rounded less often than in the model's own step.
+    :meth:`steps` computes ``model.steps(ids, state, in_place=True)``. Sums are float32 and are rounded less often than
+    by the model itself.
 
     Args:
         model: a model for which :func:`unsupported` returns None.
-        batch: the number of sequences, from 1 to MAX_BATCH.
+        batch: the number of tokens of a call, from 1 to MAX_BATCH.
     """
 
     def __init__(self, model: LanguageModel, batch: int = 1) -> None:
@@ -84,13 +90,11 @@ class FusedStep:
         config, weight = model.config, model.embedding.weight
         self.D, self.H, self.hidden = config.d_model, config.num_heads, config.ffn_dim
         self.DQ, self.eps, self.cap = config.num_heads * config.qk_head_dim, config.norm_eps, config.gate_soft_cap
-        self.qkvo = weight.new_empty(batch * (2 * self.DQ + 2 * self.D))
-        self.gates = weight.new_empty(2, batch, self.H, dtype=torch.float32)
         self.mixed, self.inner = weight.new_empty(batch, self.D), weight.new_empty(batch, self.hidden)
         self.out = weight.new_empty(batch, config.vocab_size, dtype=torch.float32)
         self.tokens, self.tiles = choose_tiles(batch, architecture(weight.device), weight.element_size())
         self.compilation = {} if self.D >= WGMMA_COLUMNS else ampere_mmas(weight.device)
-        # For several sequences: x times the weight of the next norm, and sums of squares of x by program.
+        # For several tokens: x times the weight of the next norm, and sums of squares of x by program.
         self.weighted = weight.new_empty(batch, self.D)
         most = max(self._parts("output"), self._parts("down"))
         self.squares = weight.new_empty(most, self.tokens, dtype=torch.float32)
@@ -108,24 +112,66 @@ class FusedStep:
         Returns:
             logits (B, vocab_size) float32, which the next call overwrites, and the new state.
         """
+        options: dict[str, Any] = {"in_place": True} if state_indices is None else {"state_indices": state_indices}
+        new: list[State] = []
+
+        def recur(number: int, *inputs: Tensor) -> Tensor:
+            """Compute a step of a block and keep its new state."""
+            h, after = mlstm_step(*inputs, state[number], input_gate=self._input_gate(number), **options)  # type: ignore[arg-type, misc]
+            new.append(after)
+            return h
+
+        return self._logits(ids, recur), tuple(new)
+
+    def steps(self, ids: Tensor, state: ModelState) -> tuple[Tensor, Callable[[Tensor], ModelState]]:
+        """Compute the logits of a few proposed tokens of every sequence, of which some are accepted later.
+
+        Args:
+            ids: (B, T) int64, of as many tokens as this object is for.
+            state: the state before the tokens, of B sequences. It is overwritten when tokens are accepted.
+
+        Returns:
+            logits (B, T, vocab_size) float32, which the next call overwrites, and a function that may be called once:
+            from ``lengths`` (B,), 0 to T, to the state after so many tokens of each sequence.
+        """
+        calls: list[Callable[..., Any]] = []
+
+        def recur(number: int, *inputs: Tensor) -> Tensor:
+            """Compute the outputs of a block's recurrence and keep the call."""
+            tensors = (t.unflatten(0, ids.shape) for t in inputs)
+            calls.append(functools.partial(mlstm_steps, *tensors, state[number], input_gate=self._input_gate(number)))
+            h: Tensor = calls[-1](return_state=False)
+            return h
+
+        def accept(lengths: Tensor) -> ModelState:
+            """Return the state after some of the tokens."""
+            return tuple(call(lengths=lengths, in_place=True)[1] for call in calls)
+
+        return self._logits(ids.flatten(), recur).view(*ids.shape, -1), accept
+
+    def _input_gate(self, number: int) -> InputGate:
+        """Return the kind of the input gate of a block."""
+        mixer = self.model.blocks[number].mixer
+        assert isinstance(mixer, MLSTM)
+        return mixer.input_gate_kind
+
+    def _logits(self, ids: Tensor, recur: Recurrence) -> Tensor:
+        """Return the logits (B, vocab_size) of tokens (B,), given the recurrences of the blocks."""
         model = self.model
         norms = [block.mixer_norm.weight for block in model.blocks] + [model.norm.weight]
         x = self._embed(ids, norms[0])
-        options: dict[str, Any] = {"in_place": True} if state_indices is None else {"state_indices": state_indices}
-        new = tuple(
-            self._block(block, x, norms[number], norms[number + 1], before, options)  # type: ignore[arg-type]
-            for number, (block, before) in enumerate(zip(model.blocks, state, strict=True))
-        )
+        for number, block in enumerate(model.blocks):
+            self._block(block, x, norms[number], norms[number + 1], functools.partial(recur, number))
         # (7) soft-capped logits
         self._launch(
             "logits", "logits", [model.config.vocab_size], self.D,
             *self._normed(x, norms[-1]), self.eps, model.unembedding.weight, model.config.logit_soft_cap, self.out,
             after="down",
         )  # fmt: skip
-        return self.out, new
+        return self.out
 
     def _embed(self, ids: Tensor, norm: Tensor) -> Tensor:
-        """Return x (B, d_model) of the tokens; for several sequences with what its norm needs."""
+        """Return x (B, d_model) of the tokens; for several tokens with what its norm needs."""
         table = self.model.embedding.weight
         if self.batch == 1:
             return F.embedding(ids, table)
@@ -137,34 +183,30 @@ class FusedStep:
         )  # fmt: skip
         return x
 
-    def _block(
-        self, block: Block, x: Tensor, norm: Tensor, next_norm: Tensor, state: State, options: dict[str, Any]
-    ) -> State:
-        """Add a block's output to x (B, d_model) in place and return its new state.
+    def _block(self, block: Block, x: Tensor, norm: Tensor, next_norm: Tensor, recur: Recurrence) -> None:
+        """Add a block's output to x (B, d_model) in place.
 
         Args:
             block: the block.
             x: the residual stream.
             norm: the weight (d_model,) of the norm before the mixer.
             next_norm: the weight (d_model,) of the norm after the block.
-            state: the state before the token.
-            options: the arguments of the operator beside its inputs.
+            recur: the recurrence of this block.
         """
         mixer, ffn = block.mixer, block.ffn
         assert isinstance(mixer, MLSTM)
         B, D, DQ, H = self.batch, self.D, self.DQ, self.H
+        # Proposed tokens are accepted from these tensors, when the next blocks have run.
+        qkvo, gates = x.new_empty(B * (2 * DQ + 2 * D)), x.new_empty(2, B, H, dtype=torch.float32)
         # (1)-(3) RMSNorm, q, k, v, o and the gates
         self._launch(
             "mixer_inputs", "mixer_inputs", [H, H, DQ, DQ, D, D], D,
             *self._normed(x, norm), self.eps, mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight,
             mixer.output_gate.weight, mixer.input_gate.weight, mixer.input_gate.bias, mixer.forget_gate.weight,
-            mixer.forget_gate.bias, self.cap, self.qkvo, self.gates, after="down", DQ=DQ, DV=D, H=H,
+            mixer.forget_gate.bias, self.cap, qkvo, gates, after="down", DQ=DQ, DV=D, H=H,
         )  # fmt: skip
-        q, k, v, o = self.qkvo.split([B * DQ, B * DQ, B * D, B * D])
-        h, new = mlstm_step(
-            q.view(B, H, -1), k.view(B, H, -1), v.view(B, H, -1), self.gates[0], self.gates[1], state,
-            input_gate=mixer.input_gate_kind, **options,
-        )  # fmt: skip
+        q, k, v, o = qkvo.split([B * DQ, B * DQ, B * D, B * D])
+        h = recur(*(t.view(B, H, -1) for t in (q, k, v)), *gates)
         # (4) x <- x + W_out (sigmoid(o) * NORM(h))
         head_norm, d = mixer.head_norm, mixer.head_dim
         self.gated_heads[(B * H,)](
@@ -179,7 +221,6 @@ class FusedStep:
             *self._normed(x, ffn_norm), self.eps, ffn.gate_proj.weight, ffn.up_proj.weight, self.inner, after="output",
         )  # fmt: skip
         self._add_product("down", ffn.down_proj.weight, self.inner, x, next_norm)
-        return new
 
     def _normed(self, x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return what kernels need of x and the weight of its norm."""
@@ -220,7 +261,7 @@ class FusedStep:
             rows = [-(-each // tile.rows) for each in rows]
             constants |= {
                 "BATCH": self.batch, "TOKENS": self.tokens, "ROWS": tile.rows, "SPLITS": tile.splits,
-                "BK": 2 * tile.columns // self.qkvo.element_size(), "SWAPPED": tile.swapped,
+                "BK": 2 * tile.columns // self.mixed.element_size(), "SWAPPED": tile.swapped,
                 "num_stages": tile.stages, "num_warps": tile.warps, "OVERLAPPED": tile.overlapped,
             }  # fmt: skip
             if tile.overlapped:

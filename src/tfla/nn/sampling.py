@@ -31,33 +31,51 @@ class Sampling(NamedTuple):
     top_p: float | None
     generator: torch.Generator | None
 
+    @property
+    def greedy(self) -> bool:
+        """Return whether the likeliest token is taken, without random numbers."""
+        return self.temperature < SMALLEST_TEMPERATURE
+
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return drawn tokens (B,) int64, and whether the logits (B, vocab_size) of each row are finite, (B,) bool."""
         top, likeliest = logits.max(-1)  # NaN if any logit is NaN
         finite = top.isfinite()
-        if self.temperature < SMALLEST_TEMPERATURE:
+        if self.greedy:
             return likeliest, finite
-        p, tokens = self._ranked(logits, top)
-        p = torch.where(finite[:, None], p, 1.0)  # a GPU ends the process when it is to draw from NaN
+        p, tokens = self._ranked(logits, top[:, None])
         return tokens.gather(-1, self.draw_from(p)[:, None]).squeeze(-1), finite
 
     def draw_from(self, p: Tensor) -> Tensor:
-        """Return indices (B,) int64 drawn with weights p (B, N)."""
-        return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
+        """Return indices (B,) int64 drawn with weights p (B, N).
+
+        They are those of torch.multinomial, whose checks take as many launches again: the largest of p / x for x from
+        the exponential distribution.
+        """
+        return (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probabilities (B, vocab_size) with which tokens are drawn from logits (B, vocab_size)."""
-        top, likeliest = logits.max(-1)
-        if self.temperature < SMALLEST_TEMPERATURE:
-            return torch.zeros_like(logits).scatter_(-1, likeliest[:, None], 1.0)
+        """Return the probabilities (..., vocab_size) with which tokens are drawn, at a temperature above 0.
+
+        Args:
+            logits: (..., vocab_size). Logits that are not finite are taken for 0.
+        """
+        logits = logits.nan_to_num(0.0, 0.0, 0.0)
+        top = logits.amax(-1, keepdim=True)
+        if self.top_k is None and self.top_p is None:
+            return ((logits - top) / self.temperature).softmax(-1)
         p, tokens = self._ranked(logits, top)
-        return torch.zeros_like(logits).scatter_(-1, tokens[:, : p.shape[1]], p / p.sum(-1, keepdim=True))
+        return torch.zeros_like(logits).scatter_(-1, tokens[..., : p.shape[-1]], p / p.sum(-1, keepdim=True))
 
     def _ranked(self, logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (B, k) of the likeliest tokens, and all tokens (B, vocab_size), both the likeliest first."""
+        """Return weights of the likeliest tokens, (..., k), and all tokens, (..., vocab_size), the likeliest first.
+
+        Args:
+            logits: (..., vocab_size).
+            top: (..., 1), the largest of them.
+        """
         # The largest logit is subtracted, so that no temperature overflows a finite logit.
-        ranked, tokens = ((logits - top[:, None]) / self.temperature).sort(dim=-1, descending=True, stable=True)
-        p = ranked[:, : logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])].softmax(-1)
+        ranked, tokens = ((logits - top) / self.temperature).sort(dim=-1, descending=True, stable=True)
+        p = ranked[..., : logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])].softmax(-1)
         if self.top_p is not None:
             p = p * (p.cumsum(-1) - p < self.top_p)  # keep a token if those before it have not reached top_p
         return p, tokens

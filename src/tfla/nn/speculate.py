@@ -8,14 +8,17 @@ arXiv 2302.01318). With temperature 0, p is 1 for the likeliest token, and the t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tfla.nn import fused_step
+from tfla.nn.decode import captured, copy_into, owned
 from tfla.nn.drafts import Draft, Lookup, ModelDraft, NGram
 from tfla.nn.model import LanguageModel
-from tfla.nn.proposed import ProposedSteps
 from tfla.nn.sampling import Sampling, prefill
 
 
@@ -32,17 +35,139 @@ def accept_proposals(logits: Tensor, proposed: Tensor, q: Tensor | None, samplin
         how many proposed tokens are accepted, (B,) int64, and the token after them, (B,) int64.
     """
     (B, K), V = proposed.shape, logits.shape[-1]
-    p = sampling.probabilities(logits.flatten(0, 1)).view(B, K + 1, V)
+    if sampling.greedy:
+        likeliest = logits.argmax(-1)
+        accepted = (likeliest[:, :K] == proposed).cumprod(1).sum(1)
+        return accepted, likeliest.gather(1, accepted[:, None])[:, 0]
+    p = sampling.probabilities(logits)
     if q is None:
         q = torch.zeros_like(p[:, :K]).scatter_(-1, proposed[..., None], 1.0)
     p_of, q_of = (t[:, :K].gather(-1, proposed[..., None]).squeeze(-1) for t in (p, q))
     uniform = torch.rand(B, K, generator=sampling.generator, device=p.device, dtype=p.dtype)
-    accepted = (uniform * q_of < p_of).long().cumprod(1).sum(1)
-    rest = torch.cat([(p[:, :K] - q).clamp(min=0), p[:, K:]], 1)
+    accepted = (uniform * q_of < p_of).cumprod(1).sum(1)
     at = accepted[:, None, None].expand(-1, 1, V)
-    rest, p = rest.gather(1, at)[:, 0], p.gather(1, at)[:, 0]
+    p, q = (t.gather(1, at)[:, 0] for t in (p, F.pad(q, (0, 0, 0, 1))))
+    rest = (p - q).clamp(min=0)
     # Where p and q are equal but for rounding, nothing may be left.
     return accepted, sampling.draw_from(torch.where(rest.sum(-1, keepdim=True) > 0, rest, p))
+
+
+class SpeculativeTexts:
+    """The texts of a batch, which rounds of proposals, verification and acceptance make longer.
+
+    A round computes on tensors at fixed addresses, without the host, so that a GPU replays it as one CUDA graph.
+
+    Args:
+        model: the model. A graph reads its weights at the addresses that they have now.
+        draft: what proposes tokens.
+        ids: (B, T) int64, the prompts, after which there is one token of each sequence from the start.
+        total: the number of tokens of a complete text.
+        draft_tokens: the number of tokens proposed at a time, from 1 to 31.
+        sampling: how tokens are drawn.
+        stop_token: a text is complete once it has this token after its prompt; the rest of it are copies of the token.
+        cuda_graph: whether to capture a CUDA graph; None captures on a GPU.
+
+    Attributes:
+        text: (B, total + draft_tokens) int64.
+        length: (B,) int64, how many tokens of each row are text; for a complete one at least ``total``.
+        finite: () bool, whether all logits of texts were finite.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        draft: LanguageModel | NGram,
+        ids: Tensor,
+        total: int,
+        draft_tokens: int,
+        sampling: Sampling,
+        stop_token: int | None,
+        cuda_graph: bool | None,
+    ) -> None:
+        B, T = ids.shape
+        self.prompt, self.total, self.sampling, self.stop_token = T, total, sampling, stop_token
+        logits, state = prefill(model, ids)
+        capacity = total + 2 * draft_tokens + 1  # a complete sequence still writes proposals into its cache
+        self.state = owned(state, capacity)
+        fusable = fused_step.unsupported(model, self.state, B * (draft_tokens + 1)) is None
+        self.verify = (
+            fused_step.FusedStep(model, B * (draft_tokens + 1)).steps
+            if fusable
+            else functools.partial(model.steps, in_place=True)
+        )
+        self.source: Draft = (
+            Lookup(draft, draft_tokens)
+            if isinstance(draft, NGram)
+            else ModelDraft(draft, ids, draft_tokens, sampling, capacity)
+        )
+        self.ahead = torch.arange(draft_tokens + 1, device=ids.device)
+        self.text = torch.cat([ids, ids.new_zeros(B, total - T + draft_tokens)], 1)
+        self.place = torch.arange(self.text.shape[1], device=ids.device)
+        self.finite = logits.isfinite().all()
+        # While all texts are complete, a round leaves them and the states as they are. It is captured so.
+        self.length = torch.full((B,), total, device=ids.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if ids.is_cuda and cuda_graph is not False:
+            self.graph, self.captured_progress = captured(self._round, ids.device, generator=sampling.generator)
+        self.text[:, T] = sampling.draw(logits)[0]
+        self.length.fill_(T + 1)
+        self.progress = self._complete()
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Make each text that is not complete longer by 1 to draft_tokens + 1 tokens."""
+        if self.graph is None:
+            self.progress = self._round()
+        else:
+            self.graph.replay()
+            self.progress = self.captured_progress
+
+    def read(self) -> tuple[int, int]:
+        """Return how many tokens all texts have, and how many they will have at the end, as far as is known.
+
+        This waits for the GPU.
+
+        Raises:
+            ValueError: logits are not finite.
+        """
+        length, end, finite = self.progress.tolist()
+        if not finite:
+            raise ValueError(
+                "logits: got NaN or infinity, expected finite numbers: the model's weights or its state are not finite"
+            )
+        return min(length, end), end
+
+    def _round(self) -> Tensor:
+        """Run a round and return the progress: the shortest length, the end, and whether logits are finite, (3,)."""
+        text, length = self.text, self.length
+        proposed, q = self.source.propose(text, length)
+        inputs = torch.cat([text.gather(1, length[:, None] - 1), proposed], 1)
+        logits, accept = self.verify(inputs, self.state)
+        running = length < self.total
+        # The largest logit is NaN if any is, and soft-capped ones are not infinite.
+        self.finite.logical_and_((logits.amax((1, 2)).isfinite() | ~running).all())
+        accepted, after = accept_proposals(logits, proposed, q, self.sampling)
+        accepted = accepted[:, None]
+        new = torch.where(self.ahead == accepted, after[:, None], F.pad(proposed, (0, 1)))
+        place = (length[:, None] + self.ahead).clamp(max=text.shape[1] - 1)
+        written = (self.ahead <= accepted) & running[:, None]
+        text.scatter_(1, place, torch.where(written, new, text.gather(1, place)))
+        lengths = torch.where(running, accepted[:, 0] + 1, 0)
+        copy_into(self.state, accept(lengths))
+        self.source.accept(lengths)
+        length += lengths
+        return self._complete()
+
+    def _complete(self) -> Tensor:
+        """Complete the texts that have the stop token, and return the progress."""
+        end = self.finite.new_full((), self.total, dtype=torch.int64)
+        if self.stop_token is not None:
+            found = (self.text == self.stop_token) & (self.place >= self.prompt) & (self.place < self.length[:, None])
+            ends = torch.where(found, self.place + 1, self.total).amin(1)
+            self.text.masked_fill_(self.place >= ends[:, None], self.stop_token)
+            self.length.masked_fill_(ends < self.total, self.total)
+            end = ends.amax()
+        return torch.stack([self.length.min(), end, self.finite.long()])
 
 
 @torch.no_grad()
@@ -61,51 +186,14 @@ def speculate(
     Sequences of a batch accept different numbers of tokens. A token is yielded once all sequences have theirs; those
     that have all of their tokens wait for the others.
     """
-    B, T = ids.shape
-    total = T + max_new_tokens
-    text = torch.cat([ids, ids.new_zeros(B, max_new_tokens + draft_tokens)], 1)
-    logits, state = prefill(model, ids)
-    capacity = total + 2 * draft_tokens + 1  # a sequence that waits still writes proposals into its cache
-    steps = ProposedSteps(model, state, draft_tokens + 1, capacity=capacity, cuda_graph=cuda_graph)
-    source: Draft
-    if isinstance(draft, NGram):
-        source = Lookup(draft, draft_tokens)
-    else:
-        source = ModelDraft(draft, ids, draft_tokens, sampling, capacity, cuda_graph)
-    finite = logits.isfinite().all()
-    text[:, T] = sampling.draw(logits)[0]
-    length = torch.full((B,), T + 1, device=ids.device)
-    stopped = torch.zeros(B, dtype=torch.bool, device=ids.device)
-    ahead = torch.arange(draft_tokens + 1, device=ids.device)
-    yielded = T
+    yielded = ids.shape[1]
+    texts = SpeculativeTexts(
+        model, draft, ids, yielded + max_new_tokens, draft_tokens, sampling, stop_token, cuda_graph
+    )
     while True:
-        # The one synchronization of a round: how many tokens every sequence has.
-        shortest, all_finite = torch.stack([length.min(), finite.long()]).tolist()
-        if not all_finite:
-            raise ValueError(
-                "logits: got NaN or infinity, expected finite numbers: the model's weights or its state are not finite"
-            )
-        for token in text[:, yielded : min(shortest, total)].unbind(1):
-            new = token.clone()
-            if stop_token is not None:
-                new = torch.where(stopped, stop_token, new)
-                stopped |= new == stop_token
-            yielded += 1
-            last = yielded == total or (stop_token is not None and bool(stopped.all()))
-            yield new
-            if last:
-                return
-        proposed, q = source.propose(text, length)
-        inputs = torch.cat([text.gather(1, length[:, None] - 1), proposed], 1)
-        logits = steps.verify(inputs)
-        running = length < total
-        finite &= (logits.isfinite().all(-1).all(-1) | ~running).all()
-        accepted, after = accept_proposals(torch.where(logits.isfinite(), logits, 0.0), proposed, q, sampling)
-        new = torch.where(ahead == accepted[:, None], after[:, None], torch.cat([proposed, after[:, None]], 1))
-        place = (length[:, None] + ahead).clamp(max=text.shape[1] - 1)
-        written = (ahead <= accepted[:, None]) & running[:, None]
-        text.scatter_(1, place, torch.where(written, new, text.gather(1, place)))
-        lengths = torch.where(running, accepted + 1, 0)
-        steps.accept(lengths)
-        source.accept(inputs, lengths)
-        length = length + lengths
+        length, end = texts.read()  # the one synchronization of a round
+        yield from texts.text[:, yielded:length].t().clone(memory_format=torch.contiguous_format)
+        yielded = length
+        if yielded == end:
+            return
+        texts.advance()
