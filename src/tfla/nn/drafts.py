@@ -92,7 +92,7 @@ class ModelDraft:
     Args:
         model: the model.
         ids: (B, T) int64, the prompts; the text has one token more.
-        count: the number of proposed tokens.
+        count: the number of proposed tokens. The state is kept count + 2 times, caches of attention once.
         sampling: how they are drawn.
         capacity: the number of tokens for which caches of attention have room.
     """

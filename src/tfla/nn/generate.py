@@ -65,7 +65,8 @@ def generate(
             a smaller model with the same vocabulary on the same device, or :class:`NGram`, which looks the last tokens
             up in the text so far. With temperature 0 the tokens are those of decoding without it, apart from logits
             that are equal but for rounding. Else their distribution is the same, but not the tokens of a seed.
-        draft_tokens: the number of tokens proposed at a time, from 1 to 31.
+        draft_tokens: the number of tokens proposed at a time, from 1 to 31. A model as draft holds as
+            many copies of the states of its recurrent mixers, and two more.
 
     Returns:
         an iterator over tensors (B,) int64 on the model's device.
