@@ -58,6 +58,7 @@ def test_same_bits_in_parts(
 
     for module in (batch_slices, time_parts):
         monkeypatch.setattr(module, "SMALLEST", 0)
+    monkeypatch.setattr(batch_slices, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(batch_slices, "processors", lambda device: 1000 if rows == ALL else 1)
     monkeypatch.setattr(time_parts, "FEWEST_TILES", 1 if steps == PARTS else 2)
     monkeypatch.setattr("tfla.backends.triton.channel_rule.BatchSlice", Slice)
@@ -90,8 +91,8 @@ def test_slices_take_no_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_slices, "processors", lambda device: 132)
     large = batch_slices.SMALLEST
 
-    def sizes(B: int, H: int, shared_by: int, nbytes: int = large) -> list[int]:
-        slices = batch_slices.batch_slices(FakeContext(B, H), shared_by, nbytes)
+    def sizes(B: int, H: int, shared_by: int, nbytes: int = large, T: int = 8192) -> list[int]:
+        slices = batch_slices.batch_slices(FakeContext(B, H, T=T), shared_by, nbytes)
         assert slices[0][0] == 0
         assert slices[-1][1] == B
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(slices))
@@ -105,6 +106,9 @@ def test_slices_take_no_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes(1, 256, 1) == [1]
     assert sizes(3, 100, 1) == [3]  # 300 take 5 rounds, 100 take 2
     assert sizes(8, 32, 1, large - 1) == [8]
+    assert sizes(32, 32, 1, T=2048) == [8] * 4
+    assert sizes(3, 64, 1, T=65536) == [1] * 3
+    assert sizes(8, 64, 1, T=100) == [8]
 
 
 def test_parts_are_halves_of_whole_tiles() -> None:

@@ -83,6 +83,7 @@ def test_same_bits_in_parts(case: str, gates: torch.dtype, monkeypatch: pytest.M
     B = p.x.q.shape[0]
     for module in (batch_slices, time_parts):
         monkeypatch.setattr(module, "SMALLEST", 0)
+    monkeypatch.setattr(batch_slices, "FEWEST_TOKENS", 1)
     rounds = 1 if slices == 1 else B - 1
     monkeypatch.setattr(batch_slices, "processors", lambda device: 1000 if slices == 1 else 2 * rounds * p.x.v.shape[2])
     monkeypatch.setattr(time_parts, "FEWEST_TILES", 1 if parts > 1 else 1000)

@@ -218,6 +218,7 @@ def test_parts_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, mo
     """Only beta, its gradient, states and what tiles have one of are taken apart and put together."""
     for module in (batch_slices, time_parts):
         monkeypatch.setattr(module, "SMALLEST", 0)
+    monkeypatch.setattr(batch_slices, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(batch_slices, "processors", lambda device: 2)
     monkeypatch.setattr(time_parts, "FEWEST_TILES", 2)
     options = DeltaSpec(

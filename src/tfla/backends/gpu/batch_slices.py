@@ -19,6 +19,7 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder
 
 SMALLEST = 1 << 28  # bytes between kernels below which the launches of further slices are not worth their memory
+FEWEST_TOKENS = 1 << 14  # of a slice: the host takes longer to launch its kernels than a GPU takes to run them on fewer
 
 
 def rounds(ctx: LaunchContext, rows: int, shared_by: int) -> int:
@@ -37,7 +38,7 @@ def rounds(ctx: LaunchContext, rows: int, shared_by: int) -> int:
 def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[int, int]]:
     """Return the first row and the end of each slice: as many slices as take the GPU no more rounds than one does.
 
-    Packed sequences are one batch row.
+    Packed sequences are one batch row, and short sequences share slices.
 
     Args:
         ctx: The context of the call.
@@ -48,7 +49,8 @@ def batch_slices(ctx: LaunchContext, shared_by: int, nbytes: int) -> list[tuple[
     size = B
     if nbytes >= SMALLEST and not ctx.packed:
         whole = rounds(ctx, B, shared_by)
-        size = next(n for n in range(1, B + 1) if ceil_div(B, n) * rounds(ctx, n, shared_by) <= whole)
+        fewest = min(B, ceil_div(FEWEST_TOKENS, ctx.T))
+        size = next(n for n in range(fewest, B + 1) if ceil_div(B, n) * rounds(ctx, n, shared_by) <= whole)
     return [(start, min(start + size, B)) for start in range(0, B, size)]
 
 
