@@ -13,6 +13,7 @@ from torch import Tensor
 import tfla
 from tfla.backends import DELTA_BACKENDS
 from tfla.backends.delta import DeltaInputs
+from tfla.backends.gpu.runtime import PlannedGPU, planned_for
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 pytestmark = [pytest.mark.interpreter] if INTERPRETED else on_gpu
@@ -84,6 +85,26 @@ def test_by_name() -> None:
     grads = torch.autograd.grad([h, state.C], [*leaves.values(), C], [p.dh.to(DEVICE), p.dC.to(DEVICE)])
     found = {"h": h.detach(), "C": state.C.detach()} | dict(zip([*(f"d{n}" for n in leaves), "dC"], grads, strict=True))
     check_beside_terms(p, {name: t.cpu() for name, t in found.items()})
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_they_are_chosen_for_few_long_sequences(backend: str) -> None:
+    """A call that leaves kernel and chunk size open takes segments where whole sequences fill few multiprocessors."""
+
+    def chosen(B: int, T: int, H: int, chunk_size: int | None = None, model: str = "gdn", packed: bool = False) -> str:
+        q, v = (torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        beta = q.new_empty(B, T, H)
+        log_f = beta if model == "gdn" else q
+        ends = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
+        x = DeltaInputs(q, q, v, beta, log_f, None, None, None, None, ends)
+        with planned_for(PlannedGPU(architecture=90, processors=132, float32_products="tf32")):
+            return DELTA_BACKENDS[backend].default_kernel(x, chunk_size)
+
+    assert [chosen(1, T, 16) for T in (65536, 16384, 8192)] == ["segmented"] * 3
+    assert chosen(2, 65536, 16) == chosen(1, 65536, 32) == "segmented"
+    assert chosen(8, 8192, 16) == chosen(1, 65536, 64) == chosen(1, 2048, 16) == chosen(0, 65536, 16) == "fused"
+    assert chosen(1, 65536, 16, chunk_size=4096) == chosen(1, 65536, 16, model="kda") == "fused"
+    assert chosen(1, 65536, 16, packed=True) == "fused"
 
 
 def test_an_empty_batch() -> None:

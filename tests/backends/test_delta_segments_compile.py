@@ -7,11 +7,24 @@ from pathlib import Path
 import pytest
 from compiling import compile_kernels
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.compiles
 OWN = ["delta_action_scan", "pass_delta_states", "pass_delta_states back"]
 ONLY = "only=delta_action_scan+pass_delta_states"
 CASES = ("gdn,128,128,bfloat16,segmented,state", "deltanet,64,128,bfloat16,segmented")
+
+
+def test_the_scan_for_transitions_on_hopper_compiles(kernel_cache: Path) -> None:
+    """It spills addresses of producers and of states, and no number of a tile."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip("Gluon has no warpgroup MMAs before Triton 3.6")
+    jobs = [f"sm_90:hopper,delta,{case},only=delta_action_kernel" for case in CASES]
+    for answer in compile_kernels(jobs, kernel_cache):
+        assert answer["failure"] is None
+        (kernel,) = answer["kernels"]
+        assert kernel["spilled"] <= 64
+        assert kernel["shared"] <= 232_448
+        assert kernel["serialized"] == kernel["unequal"] == kernel["unset"] == 0
 
 
 def test_kernels_compile_without_spills(kernel_cache: Path) -> None:

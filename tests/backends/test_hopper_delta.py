@@ -129,6 +129,42 @@ def test_gradients(model: str, sizes: dict[str, Any]) -> None:
     check(delta_problem(model, **{"K": 128, "V": 128, "B": 1, **sizes}, dtype=DTYPE), backward=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("gdn", {"T": 150}), ("gdn", {"T": 130, "V": 136, "K": 72, "carried": False}), ("deltanet", {"T": 130, "B": 2})],
+    ids=str,
+)
+def test_segments(model: str, sizes: dict[str, Any]) -> None:
+    """Segments of whole tiles side by side, and what the cotangents of initial states take of the backward alone."""
+    p = delta_problem(model, **{"K": 64, "V": 64, "B": 1, "H": 2, "Hq": 1, **sizes}, dtype=DTYPE)
+    x, spec = inputs(p), p.spec("segmented", 64)
+    for _ in range(2):
+        out = BACKEND.forward(x, spec)
+        grads = BACKEND.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
+    found = {"h": out.h, "C": out.C} | {f"d{name}": getattr(grads, name) for name in p.leaves}
+    check_beside_terms(p, {name: t.cpu() for name, t in found.items()})
+    alone = BACKEND.initial_cotangent(x, out, p.dh.to(DEVICE), spec)
+    exact = DELTA_BACKENDS["triton"].initial_cotangent(x, out, p.dh.to(DEVICE), spec)
+    assert error(alone, exact.double()) <= TOLERANCE[DTYPE]
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("gdn", {"lengths": (70, 0, 130), "V": 136}), ("deltanet", {"T": 70, "B": 2, "K": 72})],
+    ids=str,
+)
+def test_action_of_sequences(model: str, sizes: dict[str, Any]) -> None:
+    """The final state is A C + S, for any state C before the sequence."""
+    p = delta_problem(model, **{"K": 64, "V": 64, "B": 1, "H": 2, "Hq": 1, **sizes}, dtype=DTYPE)
+    x, spec = inputs(p), p.spec("fused")
+    for _ in range(2):
+        found = BACKEND.action(x, spec)
+    assert found is not None
+    assert x.C is not None
+    A, S = found
+    assert error((A @ x.C + S).cpu(), truth(p)["C"]) <= TOLERANCE[DTYPE]
+
+
 def test_gradients_of_several_checkpoints_are_those_of_triton() -> None:
     p = delta_problem("gdn", K=128, V=128, B=1, H=1, Hq=1, T=330 if INTERPRETED else 5000, dtype=DTYPE)
     found, by_triton = solve(p, True), gradients_by_triton(p)

@@ -56,6 +56,7 @@ CASES: dict[str, list[Case]] = {
     "store_warp": [("exp", {"K": 128, "V": 128}, None), ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
     "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_action": [("gdn segments", {"K": 128, "V": 128, "T": 900, "H": 1}, None)],
     "delta_dv_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
@@ -118,6 +119,14 @@ def check_delta_forward(p: DeltaProblem) -> None:
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
+def check_segments(p: DeltaProblem) -> None:
+    """h and C of three segments from what the kernel computes of the first two are those by Triton."""
+    spec = p.spec("segmented", 320)
+    found, expected = (DELTA_BACKENDS[name].forward(p.x, spec) for name in ("hopper", "triton"))
+    for name in ("h", "C"):
+        assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
+
+
 def check_bfloat16_forward(p: DeltaProblem) -> None:
     """The same in bfloat16, which the kernel of operands needs."""
     from interpreted_bfloat16 import use_bfloat16
@@ -157,7 +166,7 @@ def check_channel_scans(p: DeltaProblem) -> None:
 
 DELTA_CHECKS = {
     "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dq": check_delta_dq,
-    "scans": check_channel_scans,
+    "scans": check_channel_scans, "segments": check_segments,
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ HOPPER = "tfla.backends.hopper"
 KERNELS = {
     name: f"{name}_kernel"
     for name in (
-        "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv_dk", "delta_dq_dk",
-        "channel_operands", "channel_gradients", "channel_h", "channel_dv",
+        "o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_action", "delta_h", "delta_dv_dk",
+        "delta_dq_dk", "channel_operands", "channel_gradients", "channel_h", "channel_dv",
     )
 } | {"delta_solve": "solve_kernel"}  # fmt: skip
 SHARED_MODULES = (

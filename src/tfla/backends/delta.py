@@ -158,8 +158,8 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     read_after_decay: tuple[str, ...] = ()  # the kernels that cannot
     reads_rows = False  # has `forward_by_rows`
 
-    def default_kernel(self, x: DeltaInputs) -> str:
-        """Return the kernel for `kernel=None`."""
+    def default_kernel(self, x: DeltaInputs, chunk_size: int | None) -> str:
+        """Return the kernel for `kernel=None`; `chunk_size` is what the caller gives."""
         return self.kernels[0]
 
     @abstractmethod

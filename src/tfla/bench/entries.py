@@ -166,7 +166,7 @@ def delta() -> list[Entry]:
         ]
         packed_too = [replace(entry, xs=(2048,)) for entry in packed(entries)]
         # On Hopper the library chooses another backend than Triton's.
-        entries.insert(1, replace(entries[0], name="tfla, triton fused", options=options | {"backend": "triton"}))
+        entries.insert(1, replace(entries[0], name="tfla, triton", options=options | {"backend": "triton"}))
         made += with_heads((*entries, *packed_too), heads, delta_group(name, heads))
     return made
 

@@ -177,7 +177,8 @@ def choose(
         raise ValueError(f"backend: {backend!r} cannot run these inputs: {READS_AFTER}")
     chosen = select(backend, x, able)
     check_kernel(kernel, chosen, x)
-    kernel = chosen.default_kernel(x) if kernel is None else kernel
     if read_before_decay and kernel in chosen.read_after_decay:
         raise ValueError(f"kernel: {kernel!r} cannot run these inputs: {READS_AFTER}")
+    if kernel is None:
+        kernel = chosen.kernels[0] if read_before_decay else chosen.default_kernel(x, chunk_size)
     return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tfla.backends.base import Replay
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
-from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
+from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta, in_segments
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext, ChannelKernels
     from tfla.backends.triton.delta import ForwardKernels
+    from tfla.backends.triton.delta_segments import ForwardKernels as SegmentKernels
 
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 ALIGNMENT = 16  # bytes, of addresses that TMA takes
@@ -104,6 +105,15 @@ class HopperDelta(TritonDelta):
             return "it needs strides that are multiples of 16 bytes"
         return None
 
+    def programs(self, x: DeltaInputs) -> tuple[int, int]:
+        """Return the programs of whole sequences in a scan, and those that a GPU runs at a time.
+
+        The scans of a backward are launched for 128 columns of dhv at a time.
+        """
+        from tfla.backends.gpu.config import processors
+
+        return x.v.shape[0] * x.v.shape[2], processors(x.q.device)
+
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
         return self.run_forward(_for_descriptors(x), spec, forward_kernels())
@@ -111,6 +121,17 @@ class HopperDelta(TritonDelta):
     def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
         """Compute h, and read and overwrite rows of the pool x.C inside the scan; None where the scan cannot."""
         return self.run_forward_by_rows(_for_descriptors(x), rows, spec, forward_kernels())
+
+    def segment_kernels(self) -> SegmentKernels:
+        """Return the launchers of a forward in segments, and of the transitions of whole sequences."""
+        from tfla.backends.hopper import delta_action, delta_h, delta_solve
+        from tfla.backends.triton import delta_segments
+
+        return delta_segments.ForwardKernels(delta_solve.launch, delta_action.launch, delta_h.launch)
+
+    def action(self, x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor] | None:
+        """Compute the transitions of sequences, and what these add to the state, by a scan without outputs."""
+        return super().action(_for_descriptors(x), spec)
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
@@ -125,13 +146,30 @@ class HopperDelta(TritonDelta):
         from tfla.backends.hopper import delta_backward
         from tfla.backends.triton import delta
 
-        if spec.kernel == BY_SEGMENTS:
-            return super().backward(x, out, dh, dC, spec)
-        if not self._aligned(dh) or dh.data_ptr() % ALIGNMENT:
-            dh = dh.clone(memory_format=torch.contiguous_format)
-        return delta.run_backward(
-            _for_descriptors(x), out, dh, dC, spec, delta_backward.backward, channel_kernels
-        )  # fmt: skip
+        x, dh = _for_descriptors(x), self._cotangent(dh)
+        if spec.kernel == BY_SEGMENTS and len(x.v):
+            from tfla.backends.triton import delta_segments
+
+            kernels = delta_segments.BackwardKernels(delta_backward.backward, delta_backward.initial_cotangent)
+            return delta_segments.run_backward(x, out, dh, dC, in_segments(spec), kernels)
+        return delta.run_backward(x, out, dh, dC, spec, delta_backward.backward, channel_kernels)
+
+    def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
+        """Compute the cotangents of the initial states by one scan of the backward."""
+        from tfla.backends.hopper import delta_backward
+        from tfla.backends.triton import delta
+
+        if delta.takes_channel_kernels(x, spec):
+            return super().initial_cotangent(x, out, dh, spec)
+        return delta.run_initial_cotangent(
+            _for_descriptors(x), out, self._cotangent(dh), spec, delta_backward.initial_cotangent
+        )
+
+    def _cotangent(self, dh: Tensor) -> Tensor:
+        """Return the cotangent of h as TMA can read it, which may be a copy."""
+        if self._aligned(dh) and not dh.data_ptr() % ALIGNMENT:
+            return dh
+        return dh.clone(memory_format=torch.contiguous_format)
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

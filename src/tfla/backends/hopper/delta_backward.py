@@ -66,6 +66,22 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     return DeltaGrads(*(none if t is None else t for t in found))
 
 
+def initial_cotangent(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor) -> Tensor:
+    """Launch the scan against time for the cotangents of the initial states, (N, H, dqk, dhv), from dh alone.
+
+    The arguments are those of :func:`backward`. What else the scan computes is not read.
+    """
+    x, base, rows = ctx.x, ctx.base, host.STATE_ROWS
+    dh = results.dense_rows(base, dh)
+    dv, dk_w = (base.new(*x.v.shape[:3], n, dtype=t.dtype) for n, t in ((base.V, x.v), (rows, x.q)))
+    dC0 = base.new(x.sequences, base.H, base.K, base.V)
+    pairs = base.new(ceil_div(base.V, rows), base.H, base.tiles, gate_gradients.PAIR_SUMS.value, base.L)
+    base = replace(scheduler.launch(sequences.bound(base)), checkpoint_steps=NO_CHECKPOINTS)
+    ctx = replace(ctx, base=base)
+    delta_dv_dk.launch(ctx, ctx.gates(), X, E, dh, dv, dk_w, pairs, dk_w, final=None, initial=dC0)
+    return dC0
+
+
 class PairSums(NamedTuple):
     """The sums that the gradient of gates is made of, see `delta.gate_gradient`."""
 

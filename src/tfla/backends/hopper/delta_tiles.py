@@ -91,6 +91,24 @@ def fragment_ids(half: gl.constexpr, config, column: gl.constexpr = 0):
 
 
 @gluon.jit
+def count_tiles(index, steps, params, config):
+    """Return the number of tiles of work tile `index`, 0 where no state after it is read.
+
+    Where sequences are the segments of others, `params.segments` each, that is what the last one adds, the transition
+    of the first one, and without SAVE that of the last one.
+    """
+    tiles = (steps + config.L - 1) // config.L
+    if params.segments is None:
+        return tiles
+    else:
+        place = scheduler.state_index(index, params) // params.H % params.segments
+        is_last = place + 1 == params.segments
+        adds = gl.program_id(1) * COLUMNS < config.DV
+        unread = is_last if adds else (place == 0) | (is_last & (not config.SAVE))
+        return gl.where(unread, 0, tiles)
+
+
+@gluon.jit
 def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, config):
     """Store the vectors of each tile to shared memory: gate vectors from global memory, beta, and for h their product.
 
@@ -113,8 +131,9 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
         if source.do_e is not None:
             do_e_at = source.do_e + ((b.to(gl.int64) * params.T + start) * params.H + h)
         gates = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
-        for i in range(0, (steps + L - 1) // L):
-            tile = (steps + L - 1) // L - 1 - i if config.REVERSE else i
+        tiles = count_tiles(index, steps, params, config)
+        for i in range(0, tiles):
+            tile = tiles - 1 - i if config.REVERSE else i
             t = tile * L + r
             # A sector has beta of several heads, and their programs are not at the same tile: L2 has to keep it.
             write = gl.load(

@@ -131,6 +131,7 @@ class SchedulerParams(NamedTuple):
     schedule: Any  # the output of `schedule_packed`, or None where sequences are not packed
     first_row: Any = None  # the row of whole tensors that is row 0 of the work tiles, or None where that is row 0
     first_step: Any = None  # likewise the token of whole batch rows that is token 0 of the work tiles
+    segments: Any = None  # segments of a sequence, where packed sequences are the segments of others
 
 
 @gluon.jit

@@ -150,6 +150,9 @@ def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
 # A backward of a call with at most one gate a step; its arguments are those of :func:`backward`.
 Backward = Callable[[DeltaContext, Tensor, Tensor, Tensor, "Tensor | None"], DeltaGrads]
 
+# What computes the cotangents of initial states; its arguments are those of :func:`initial_cotangent`.
+InitialCotangent = Callable[[DeltaContext, Tensor, Tensor, Tensor], Tensor]
+
 # What chooses the kernels for a call of :mod:`.channel_rule`.
 ChooseByChannel = Callable[[channel_rule.ChannelContext], channel_rule.ChannelKernels]
 
@@ -157,12 +160,15 @@ ChooseByChannel = Callable[[channel_rule.ChannelContext], channel_rule.ChannelKe
 # What solves for X, from the gate vectors.
 Solve = Callable[[DeltaContext, Tensor], Tensor]
 
+# What launches the scan for h; its arguments are those of `launch_h` of :mod:`.delta_kernels`.
+LaunchH = Callable[[DeltaContext, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+
 
 class ForwardKernels(NamedTuple):
     """The launchers that a backend chooses for a forward; their arguments are those of :data:`KERNELS`."""
 
     solve: Solve  # of X
-    h: Callable[[DeltaContext, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+    h: LaunchH
     by_channel: ChooseByChannel
 
 
@@ -446,10 +452,12 @@ def run_backward(
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 
 
-def run_initial_cotangent(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
+def run_initial_cotangent(
+    x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec, by: InitialCotangent = initial_cotangent
+) -> Tensor:
     """Record or replay the launches of :func:`initial_cotangent`, for calls without the kernels of `channel_rule`."""
     given = *x, out.E, out.X, dh
-    signature = call_signature("initial cotangent", x, spec, *given[len(x) :])
+    signature = call_signature(("initial cotangent", by), x, spec, *given[len(x) :])
     recorded = recorded_launches(signature)
     if recorded is not None:
         (dC0,) = recorded(given)
@@ -460,6 +468,6 @@ def run_initial_cotangent(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: D
         base, beta = launch_context(recorder, inputs, spec)
         read: Any = recorder.given[len(x) :]
         E, X, cotangent = read
-        found = initial_cotangent(context(base, inputs, spec, beta), E, X, cotangent)
+        found = by(context(base, inputs, spec, beta), E, X, cotangent)
         recorder.results = (found,)
     return found

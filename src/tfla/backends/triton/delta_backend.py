@@ -24,10 +24,18 @@ from tfla.backends.triton.correction_dtype import correction_dtype
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
+    from tfla.backends.triton.delta_segments import ForwardKernels as SegmentKernels
 
 BY_SEGMENTS = "segmented"  # the kernel that computes the segments of a sequence side by side
 SEGMENT_TILES = 16  # the fewest tiles of a segment that it chooses
-PROGRAMS = 2  # of a multiprocessor, which the segments should fill
+PROGRAMS = 2  # of a multiprocessor
+
+# The cost of segments in steps of a scan of whole sequences, measured on an H200 with 8 to 32 heads.
+SCANS = 2.5  # the scan for transitions and the one for h, beside the latter alone
+START_STEPS = 384  # the start of a program
+PASS_STEPS = 80  # passing the state on from one segment to the next
+LAUNCH_STEPS = 1024  # the launches that whole sequences do not need
+LARGEST_SHARE = 0.8  # segments are chosen where they take at most this share of the time of whole sequences
 LARGEST_STEP_DQK = 1024  # a program of the decoding kernel holds whole columns of the state
 LARGEST_DIM = 256  # of dqk, and of dhv with gates by step: a program holds a part of the state with all of that dim
 
@@ -47,7 +55,6 @@ class TritonDelta(DeltaBackend):
 
     name = "triton"
     priority = 10
-    # "segmented" runs only by name: no GPU has timed it.
     kernels = ("fused", BY_SEGMENTS)
     read_after_decay = (BY_SEGMENTS,)
     clamps_gates = True
@@ -68,16 +75,38 @@ class TritonDelta(DeltaBackend):
             return f"it takes bfloat16, the inputs are {x.q.dtype}"
         return None
 
+    def default_kernel(self, x: DeltaInputs, chunk_size: int | None) -> str:
+        """Return "segmented" where whole sequences leave most of a GPU idle and the caller gives no chunk size.
+
+        A call that is traced for any size takes whole sequences.
+        """
+        T, whole = x.v.shape[1], self.kernels[0]
+        if chunk_size is not None or self.kernel_unsupported(x, BY_SEGMENTS):
+            return whole
+        if not all(isinstance(n, int) for n in x.v.shape) or not x.v.numel():
+            return whole
+        programs, available = self.programs(x)
+        steps = self.default_chunk_size(x, BY_SEGMENTS)
+        segments = -(-T // steps)
+        scans = SCANS * -(-programs * segments // available) * (steps + START_STEPS)
+        cost = scans + PASS_STEPS * segments + LAUNCH_STEPS
+        is_faster = cost <= LARGEST_SHARE * -(-programs // available) * (T + START_STEPS)
+        return BY_SEGMENTS if is_faster else whole
+
     def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
         """Return the steps of a segment; the kernel "fused" has none, so that its chunk size has no effect."""
         if kernel != BY_SEGMENTS:
             return DEFERRED_CHUNK_SIZE
+        programs, available = self.programs(x)
+        segments = max(1, available // max(programs, 1))
+        return segment_steps(max(-(-x.v.shape[1] // segments), SEGMENT_TILES * TILE))
+
+    def programs(self, x: DeltaInputs) -> tuple[int, int]:
+        """Return the programs of whole sequences in the scans that share dhv, and those that a GPU runs at a time."""
         from tfla.backends.gpu.config import processors
 
-        B, T, H, V = x.v.shape
-        whole = B * H * -(-V // TILE)  # programs of the scans that share dhv
-        segments = max(1, PROGRAMS * processors(x.q.device) // max(whole, 1))
-        return segment_steps(max(-(-T // segments), SEGMENT_TILES * TILE))
+        B, _, H, V = x.v.shape
+        return B * H * -(-V // TILE), PROGRAMS * processors(x.q.device)
 
     def kernel_unsupported(self, x: DeltaInputs, kernel: str) -> str | None:
         """Return why this kernel cannot run inputs that the backend supports, or None."""
@@ -128,8 +157,14 @@ class TritonDelta(DeltaBackend):
         if spec.kernel == BY_SEGMENTS and len(x.v):  # an empty batch has no segments
             from tfla.backends.triton import delta_segments
 
-            return delta_segments.run_forward(x, in_segments(spec), kernels or delta.KERNELS)
+            return delta_segments.run_forward(x, in_segments(spec), self.segment_kernels())
         return delta.run_forward(x, spec, kernels or delta.KERNELS)
+
+    def segment_kernels(self) -> SegmentKernels:
+        """Return the launchers of a forward in segments, and of the transitions of whole sequences."""
+        from tfla.backends.triton import delta_segments
+
+        return delta_segments.FORWARD
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
@@ -151,7 +186,7 @@ class TritonDelta(DeltaBackend):
         """Compute the cotangents of the initial states by one scan of the backward."""
         from tfla.backends.triton import delta
 
-        if spec.kernel == BY_SEGMENTS or delta.takes_channel_kernels(x, spec):
+        if delta.takes_channel_kernels(x, spec):
             return super().initial_cotangent(x, out, dh, spec)
         return delta.run_initial_cotangent(x, out, dh, spec)
 
@@ -163,7 +198,7 @@ class TritonDelta(DeltaBackend):
             return None
         from tfla.backends.triton import delta_segments
 
-        return delta_segments.run_action(x, spec)
+        return delta_segments.run_action(x, spec, self.segment_kernels())
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the decoding kernel cannot run these steps, or None."""

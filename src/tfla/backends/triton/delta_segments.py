@@ -7,9 +7,9 @@ A segment acts on the state of a head by a transition A (dqk x dqk) and by what 
     forward     delta_action_scan    S and A of each segment: its final state of the values [v | 0] from [0 | I]
                 pass_delta_states    the states at the starts of segments
                 delta_h_scan         h, from these states, with each segment as a packed sequence
-    backward    delta_dv_scan        S', the cotangents of the states at segment starts from the segments' own outputs
+    backward    initial_cotangent    S', the cotangents of the states at segment starts from the segments' own outputs
                 pass_delta_states    the cotangents at the ends of segments
-                then the launches of :func:`.delta.backward`, with each segment as a packed sequence
+                then the launches of a backward, with each segment as a packed sequence
 
 A sequence starts with its first segment from the given state, so that A of the first one is never needed.
 """
@@ -17,6 +17,7 @@ A sequence starts with its first segment from the given state, so that A of the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -227,11 +228,11 @@ def _stored(ctx: delta.DeltaContext, boundary: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _launch_actions(
+def launch_action(
     ctx: delta.DeltaContext, gates: Tensor, X: Tensor, given: Tensor | None, added: Tensor, transitions: Tensor,
-    segments: int = 0,
+    segments: int,
 ) -> None:  # fmt: skip
-    """Launch `delta_action_scan`; its arguments are named as there, and without `segments` it is WHOLE."""
+    """Launch `delta_action_scan`; its arguments are named as there, and with 0 segments it is WHOLE."""
     base, x, tiles = ctx.base, ctx.x, ctx.config.h
     programs = ceil_div(base.V, tiles.split) + ceil_div(base.K, tiles.split)
     tma = ctx.config.descriptors and describable(x.k, ctx.read_key, x.v)
@@ -264,9 +265,18 @@ def _context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tenso
     return delta.context(base, x, spec, beta)
 
 
-def _forward(
-    ctx: delta.DeltaContext, given: Tensor | None, segments: int, kernels: delta.ForwardKernels
-) -> DeltaOutputs:
+class ForwardKernels(NamedTuple):
+    """The launchers that a backend chooses for a forward; their arguments are those of :data:`FORWARD`."""
+
+    solve: delta.Solve
+    action: Callable[[delta.DeltaContext, Tensor, Tensor, Tensor | None, Tensor, Tensor, int], None]
+    h: delta.LaunchH
+
+
+FORWARD = ForwardKernels(delta_kernels.launch_solve, launch_action, delta_kernels.launch_h)
+
+
+def _forward(ctx: delta.DeltaContext, given: Tensor | None, segments: int, kernels: ForwardKernels) -> DeltaOutputs:
     """Launch the forward of segments; `given` are the initial states of whole sequences, or None."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
@@ -277,7 +287,7 @@ def _forward(
     X = kernels.solve(ctx, gates)
     boundary = base.new(x.sequences, base.H, base.K, base.V + base.K)
     starts, transitions = _stored(ctx, boundary)
-    _launch_actions(ctx, gates, X, given, starts, transitions, segments)
+    kernels.action(ctx, gates, X, given, starts, transitions, segments)
     _launch_pass(ctx, transitions, starts, given, segments, reverse=False)
     kernels.h(ctx, gates, X, h, E, starts, final)
     none = base.placeholder(0)
@@ -287,21 +297,38 @@ def _forward(
     )  # fmt: skip
 
 
-def _ends(
-    ctx: delta.DeltaContext, E: Tensor, X: Tensor, boundary: Tensor, dh: Tensor, dC: Tensor | None, segments: int
-) -> Tensor:
-    """Return the cotangents of the states at the ends of segments, (segments of all, H, dqk, dhv)."""
-    base = ctx.base
+class BackwardKernels(NamedTuple):
+    """The launchers that a backend chooses for a backward."""
+
+    backward: delta.Backward
+    initial_cotangent: delta.InitialCotangent  # of segments, from their own outputs
+
+
+BACKWARD = BackwardKernels(delta.backward, delta.initial_cotangent)
+
+
+def _backward(
+    contexts: tuple[delta.DeltaContext, delta.DeltaContext], E: Tensor, X: Tensor, boundary: Tensor, dh: Tensor,
+    dC: Tensor | None, segments: int, kernels: BackwardKernels,
+) -> DeltaGrads:  # fmt: skip
+    """Launch the backward of segments.
+
+    Args:
+        contexts: The context of the segments without states before them, and with those of `boundary`.
+        E, X, boundary: What the forward stored.
+        dh: The cotangent of h, (1, B T, H, dhv).
+        dC: The cotangents of the final states of whole sequences, (B, H, dqk, dhv), or None.
+        segments: The number of segments of a sequence.
+        kernels: The launchers.
+    """
+    ctx, from_starts = contexts
     _, transitions = _stored(ctx, boundary)
-    own, dh = base.new(ctx.x.sequences, base.H, base.K, base.V), results.dense_rows(base, dh)
-    unread = base.new(*ctx.x.v.shape, dtype=ctx.x.v.dtype)  # dv without what comes from later segments
-    bound = replace(ctx, base=sequences.bound(base))
-    delta_kernels.launch_dv(bound, bound.gates(), X, E, dh, unread, None, own)
-    _launch_pass(ctx, transitions, own, results.dense(base, dC), segments, reverse=True)
-    return own
+    ends = kernels.initial_cotangent(ctx, E, X, dh)
+    _launch_pass(ctx, transitions, ends, results.dense(ctx.base, dC), segments, reverse=True)
+    return kernels.backward(from_starts, E, X, dh, ends)
 
 
-def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: delta.ForwardKernels) -> DeltaOutputs:
+def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD) -> DeltaOutputs:
     """Record or replay the launches of a forward with segments of `spec.chunk_size` steps."""
     cut = Segments.of(x, spec.chunk_size)
     signature = delta.call_signature(("segmented forward", kernels, cut.number), cut.x, spec)
@@ -319,11 +346,14 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: delta.ForwardKernels) 
     return DeltaOutputs(cut.back(out.h), C, E, X, out.chunk_C)
 
 
-def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+def run_backward(
+    x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec,
+    kernels: BackwardKernels = BACKWARD,
+) -> DeltaGrads:  # fmt: skip
     """Record or replay the launches of a backward with segments of `spec.chunk_size` steps."""
     cut = Segments.of(x, spec.chunk_size)
     given = *cut.x, as_one_row(out.E), as_one_row(out.X), out.chunk_C, as_one_row(dh), dC
-    signature = delta.call_signature(("segmented backward", cut.number), cut.x, spec, *given[len(x) :])
+    signature = delta.call_signature(("segmented backward", kernels, cut.number), cut.x, spec, *given[len(x) :])
     found: Any = recorded_launches(signature)
     if found is not None:
         grads = DeltaGrads(*found(given))
@@ -336,19 +366,20 @@ def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | Non
             assert boundary is not None
             assert cotangent is not None
             ctx = _context(recorder, inputs, spec)
-            ends = _ends(ctx, E, X, boundary, cotangent, of_final, cut.number)
-            starts, _ = _stored(ctx, boundary)
-            grads = delta.backward(_context(recorder, inputs, spec, starts), E, X, cotangent, ends)
+            from_starts = _context(recorder, inputs, spec, _stored(ctx, boundary)[0])
+            grads = _backward(
+                (ctx, from_starts), E, X, boundary, cotangent, of_final, cut.number, kernels
+            )  # fmt: skip
             recorder.results = grads  # type: ignore[assignment]
     per_step = [None if t is None else cut.back(g) for g, t in zip(grads, x[:6], strict=False)]  # type: ignore[arg-type]
     first = None if x.C is None or grads.C is None else cut.of_sequences(grads.C, 0)
     return DeltaGrads(*per_step, A_log=None, dt_bias=None, C=first)  # type: ignore[arg-type,misc]
 
 
-def run_action(x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor]:
+def run_action(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD) -> tuple[Tensor, Tensor]:
     """Return the transitions of whole sequences and what these add to the state, by recorded launches."""
     x = x._replace(C=None)
-    signature = delta.call_signature("action", x, spec)
+    signature = delta.call_signature(("action", kernels), x, spec)
     found: Any = recorded_launches(signature)
     if found is None:
         with recording(signature, x) as recorder:
@@ -356,9 +387,9 @@ def run_action(x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor]:
             base = ctx.base
             ctx = replace(ctx, base=sequences.bound(base))
             gates = ctx.gates()
-            X = delta_kernels.launch_solve(ctx, gates)
+            X = kernels.solve(ctx, gates)
             added, transitions = (base.new(ctx.x.sequences, base.H, base.K, d) for d in (base.V, base.K))
-            _launch_actions(ctx, gates, X, None, added, transitions)
+            kernels.action(ctx, gates, X, None, added, transitions, 0)
             recorder.results = transitions, added
         return transitions, added
     transitions, added = found(x)
