@@ -76,6 +76,16 @@ def solve(p: DeltaProblem, backward: bool, backend: str = "hopper") -> dict[str,
     return {name: t.cpu() for name, t in found.items()}
 
 
+def solve_segments(p: DeltaProblem, backend: str = "hopper", chunk_size: int = 64) -> dict[str, Tensor]:
+    """The quantities of `truth` by segments, from calls that replay recorded launches."""
+    kernels, x, spec = DELTA_BACKENDS[backend], inputs(p), p.spec("segmented", chunk_size)
+    for _ in range(2):
+        out = kernels.forward(x, spec)
+        grads = kernels.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
+    found = {"h": out.h, "C": out.C} | {f"d{name}": getattr(grads, name) for name in p.leaves}
+    return {name: t.cpu() for name, t in found.items()}
+
+
 def gradients_by_triton(p: DeltaProblem) -> dict[str, Tensor]:
     """The gradients that Triton's kernels compute of what the Hopper kernel stores."""
     x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
@@ -137,12 +147,9 @@ def test_gradients(model: str, sizes: dict[str, Any]) -> None:
 def test_segments(model: str, sizes: dict[str, Any]) -> None:
     """Segments of whole tiles side by side, and what the cotangents of initial states take of the backward alone."""
     p = delta_problem(model, **{"K": 64, "V": 64, "B": 1, "H": 2, "Hq": 1, **sizes}, dtype=DTYPE)
+    check_beside_terms(p, solve_segments(p))
     x, spec = inputs(p), p.spec("segmented", 64)
-    for _ in range(2):
-        out = BACKEND.forward(x, spec)
-        grads = BACKEND.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
-    found = {"h": out.h, "C": out.C} | {f"d{name}": getattr(grads, name) for name in p.leaves}
-    check_beside_terms(p, {name: t.cpu() for name, t in found.items()})
+    out = BACKEND.forward(x, spec)
     alone = BACKEND.initial_cotangent(x, out, p.dh.to(DEVICE), spec)
     exact = DELTA_BACKENDS["triton"].initial_cotangent(x, out, p.dh.to(DEVICE), spec)
     assert error(alone, exact.double()) <= TOLERANCE[DTYPE]
@@ -220,6 +227,18 @@ def test_errors_beside_those_of_rounding(model: str, gates: str, alike: float) -
         check_beside_rounding(p, gates, hopper, DTYPE, triton)
     else:
         check_beside_rounding(p, gates, hopper, DTYPE)
+
+
+@pytest.mark.parametrize("gates", ["long", "resets"] if INTERPRETED else GATES_WITH_MEMORY)
+def test_errors_of_segments_beside_those_of_rounding(gates: str) -> None:
+    """The bound holds where a state has passed several segments."""
+    sizes = {"T": 260, "H": 1, "Hq": 1} if INTERPRETED else {"T": 2000}
+    p = delta_problem("gdn", gates=gates, B=1, K=128, V=128, alike=0.9, **sizes)
+    hopper, triton = (
+        functools.partial(solve_segments, backend=name, chunk_size=64 if INTERPRETED else 256)
+        for name in ("hopper", "triton")
+    )
+    check_beside_rounding(p, gates, hopper, DTYPE, triton if INTERPRETED else None)
 
 
 def test_errors_without_gates_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
