@@ -49,7 +49,7 @@ def test_what_is_timed_where():
     run = gpu.Run(GpuBench("delta"), SUITES["delta"], lambda text: None)
     sizes = {e.name: run.sizes(e) for e in SUITES["delta"].entries}
     assert sizes == {
-        "tfla": (2048, 8192, TOKENS), "tfla, triton fused": (2048, 8192, TOKENS), "fla": (8192, TOKENS),
+        "tfla": (2048, 8192, TOKENS), "tfla, triton": (2048, 8192, TOKENS), "fla": (8192, TOKENS),
         "tfla, packed": (2048,), "fla, packed": (2048,),
     }  # fmt: skip
     run.xs = (512, 8192)
