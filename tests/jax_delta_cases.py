@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import pytest
+import torch
 from delta_cases import MODELS, DeltaProblem, gradients, options
 from delta_cases import call as torch_call
 from jax_cases import Arrays, to_jax, to_torch
 from torch import Tensor
 
+import tfla
 import tfla.jax
 
 
@@ -59,9 +62,24 @@ def solve(p: DeltaProblem, more: Mapping[str, Tensor] | None = None, **given: An
 
 
 def of_pytorch(p: DeltaProblem, backend: str) -> dict[str, Tensor]:
-    """Return all quantities of `solve`, computed by PyTorch's backend of that name on its GPU."""
+    """Return all quantities of `solve`, computed by PyTorch's backend of that name on its GPU, with its own choices."""
     leaves = {name: x.cuda().requires_grad_() for name, x in p.leaves.items()}
     if p.x.cu_seqlens is not None:
         p = replace(p, x=p.x._replace(cu_seqlens=p.x.cu_seqlens.cuda()))
-    h, state = torch_call(p, leaves, backend=backend, kernel="fused")
+    h, state = torch_call(p, leaves, backend=backend)
     return {name: x.detach().cpu() for name, x in gradients(p, leaves, h, state.C).items()}
+
+
+def check_bits(p: DeltaProblem, backend: str, kernel: str) -> None:
+    """Check that JAX and PyTorch choose this kernel, and that all quantities of `solve` have the same bits."""
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no GPU here")
+    if MODELS[p.model][0]:  # the other models have no operator that explains a call
+        names = "q", "k", "v", "beta", "log_f"
+        arrays, tensors = leaves_of(p), p.leaves
+        told = tfla.jax.explain_delta_rule(*map(arrays.get, names), backend=backend)  # type: ignore[arg-type]
+        theirs = tfla.explain_delta_rule(*(tensors[n].cuda() if n in tensors else None for n in names), backend=backend)  # type: ignore[arg-type]
+        assert told.kernel == theirs.kernel == kernel
+    found = solve(p, backend=backend)
+    for name, x in of_pytorch(p, backend).items():
+        assert torch.equal(found[name].cpu(), x), name

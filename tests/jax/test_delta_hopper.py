@@ -76,16 +76,24 @@ def test_results_are_those_of_the_recurrence(case: str) -> None:
     check_beside_terms(p, solve(p))
 
 
+@pytest.mark.parametrize(("model", "V"), [("gdn", 64), ("deltanet", 136)])
+def test_segments(model: str, V: int) -> None:
+    p = delta_problem(model, **SMALL | {"T": 150, "K": 64, "V": V, "H": 2})
+    check_beside_terms(p, solve(p, kernel="segmented", chunk_size=64))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="PyTorch's launches run in the simulator in tests of their own")
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_of_pytorch(case: str, backend: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch has no GPU here")
-    p = problem(case)
-    found = jax_delta_cases.solve(p, backend=backend)
-    for name, x in jax_delta_cases.of_pytorch(p, backend).items():
-        assert torch.equal(found[name].cpu(), x), name
+    jax_delta_cases.check_bits(problem(case), backend, "fused")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="PyTorch's launches run in the simulator in tests of their own")
+@pytest.mark.parametrize(("model", "V"), [("gdn", 64), ("deltanet", 136)])
+def test_bits_of_segments_are_those_of_pytorch(model: str, V: int) -> None:
+    """One long sequence of one head is cut into segments by default."""
+    jax_delta_cases.check_bits(delta_problem(model, **SMALL | {"T": 8192, "K": 64, "V": V}), "hopper", "segmented")
 
 
 def test_explanation() -> None:

@@ -23,12 +23,17 @@ from jax_delta_cases import call, leaves_of
 from jax_plans import MARKS, plans_run
 
 import tfla.jax
-from tfla.jax import hosting, kernels
+from tfla.backends import DELTA_BACKENDS
+from tfla.backends import DeltaInputs as TorchInputs
+from tfla.backends.gpu.runtime import PlannedGPU, planned_for
+from tfla.jax import hosting, kernels, plans
+from tfla.jax.delta import kernels as delta_kernels
 from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec, Rule
 from tfla.jax.delta.kernels import arrays_of
+from tfla.ops.delta_dispatch import choose_kernel
 
 pytestmark = MARKS
-DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+DTYPE, KIND = (torch.float32, jnp.float32) if INTERPRETED else (torch.bfloat16, jnp.bfloat16)
 SHAPE: dict[str, Any] = {"B": 2, "T": 70, "Hq": 1, "H": 2, "K": 16, "V": 16, "dtype": DTYPE}
 
 
@@ -53,6 +58,41 @@ def test_packed_and_without_a_state(model: str) -> None:
     p = delta_problem(model, lengths=(5, 0, 66), carried=False, **SHAPE)
     check_beside_terms(p, solve(p))
     check_beside_terms(p, solve(p, cu_seqlens=(0, 5, 5, 71)))
+
+
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read"])
+@pytest.mark.parametrize(("batch", "carried"), [(2, True), (1, False)])
+def test_segments(model: str, batch: int, carried: bool) -> None:
+    p = delta_problem(model, **SHAPE | {"B": batch, "T": 150, "carried": carried})
+    check_beside_terms(p, solve(p, kernel="segmented", chunk_size=64))
+
+
+def test_transforms_of_segments() -> None:
+    """Their second derivatives are those of the chunkwise form, as those of whole sequences are."""
+    x = arguments(T=70)
+    run = functools.partial(loss, kernel="segmented", chunk_size=64)
+    both = [jnp.stack([a, a[:, ::-1]]) for a in x]
+    exact = jax.grad(loss)([a[1] for a in both])
+    close([g[1] for g in jax.jit(jax.vmap(jax.grad(run)))(both)], exact)
+    close(jax.grad(jax.checkpoint(run))([a[1] for a in both]), exact)
+
+
+def test_segments_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PLATFORM", "rocm")
+    p = delta_problem("gdn", **SHAPE | {"T": 150})
+    check_beside_terms(p, solve(p, kernel="segmented", chunk_size=64))
+
+
+def test_calls_that_are_not_cut() -> None:
+    x = arguments()
+    for given, reason in (({"cu_seqlens": (0, 20)}, "no packed sequences"), ({"read_before_decay": True}, "after")):
+        with pytest.raises(ValueError, match=f"kernel: 'segmented' .*cannot run these inputs: .*{reason}"):
+            loss([a[:1] for a in x], kernel="segmented", **given)
+    wide = [jnp.broadcast_to(a[:, :1], (2, 128 * 2**14, *a.shape[2:])) for a in x]
+    with pytest.raises(ValueError, match="chunk_size: got 64, which makes 65536 segments of 2 heads"):
+        jax.eval_shape(functools.partial(loss, kernel="segmented", chunk_size=1), wide)
+    found = tfla.jax.explain_delta_rule(*x, backend="triton", kernel="segmented", chunk_size=65)
+    assert (found.kernel, found.chunk_size, found.stored_states) == ("segmented", 65, 2)
 
 
 def arguments(**changed: Any) -> list[Any]:
@@ -177,12 +217,47 @@ def test_the_choice_with_context_parallel() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="PyTorch's launches run in the interpreter in tests of their own")
 @pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda", "gla", "comba", "before"])
 def test_bits_are_those_of_pytorch(model: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch has no GPU here")
-    p = delta_problem(model, **SHAPE | {"K": 64, "V": 64})
-    found = solve(p)
-    for name, x in jax_delta_cases.of_pytorch(p, "triton").items():
-        assert torch.equal(found[name].cpu(), x), name
+    jax_delta_cases.check_bits(delta_problem(model, **SHAPE | {"K": 64, "V": 64}), "triton", "fused")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="PyTorch's launches run in the interpreter in tests of their own")
+@pytest.mark.parametrize("model", ["deltanet", "gdn"])
+def test_bits_of_segments_are_those_of_pytorch(model: str) -> None:
+    """One long sequence of one head is cut into segments by default."""
+    p = delta_problem(model, **SHAPE | {"B": 1, "T": 8192, "H": 1, "K": 64, "V": 64})
+    jax_delta_cases.check_bits(p, "triton", "segmented")
+
+
+def test_segments_are_chosen_where_pytorch_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_kernels, "present_gpu", lambda: plans.GPU(80, 132, "ieee"))
+
+    def chosen(B: int, T: int, H: int, *, by_channel: bool = False, **given: Any) -> tuple[str, int]:
+        q, beta = jax.ShapeDtypeStruct((B, T, H, 64), KIND), jax.ShapeDtypeStruct((B, T, H), jnp.float32)
+        found: list[Any] = []
+
+        def explained(*x: Any) -> Any:
+            found.append(tfla.jax.explain_delta_rule(*x, **given))
+            return x
+
+        jax.eval_shape(explained, q, q, q, beta, q if by_channel else beta)
+        return found[0].kernel, found[0].chunk_size
+
+    def of_pytorch(B: int, T: int, H: int, chunk_size: int | None = None) -> tuple[str, int]:
+        q = torch.empty(B, T, H, 64, dtype=DTYPE, device="meta")
+        x = TorchInputs(q, q, q, q[..., 0], q[..., 0], None, None, None, None, None)
+        with planned_for(PlannedGPU(80, 132, "ieee")):
+            return choose_kernel(DELTA_BACKENDS["triton"], x, False, None, chunk_size)
+
+    for shape in ((1, 65536, 4), (2, 16384, 2), (1, 8192, 1)):
+        assert chosen(*shape) == of_pytorch(*shape)
+        assert chosen(*shape)[0] == "segmented"
+    for shape in ((8, 8192, 16), (1, 1024, 4)):
+        assert chosen(*shape)[0] == of_pytorch(*shape)[0] == "fused"
+    long = 1, 65536, 4
+    assert chosen(*long, chunk_size=4096)[0] == of_pytorch(*long, 4096)[0] == "fused"
+    for given in ({"by_channel": True}, {"cu_seqlens": (0, 65536)}, {"read_before_decay": True}, {"kernel": "fused"}):
+        assert chosen(*long, **given | {"backend": "triton"})[0] == "fused"
+    assert chosen(*long, kernel="segmented", backend="triton", chunk_size=200) == ("segmented", 200)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -202,17 +277,23 @@ DIVIDED = {"batch": (P("x"), P("x")), "heads": (P(None, None, "x"), P(None, "x")
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("divided", DIVIDED)
-@pytest.mark.parametrize("model", ["gdn", "gla"])  # the last has no write strengths
-def test_automatic_partitioning(model: str, divided: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("gdn", {}), ("gla", {}), ("gdn", {"backend": "triton", "kernel": "segmented", "chunk_size": 64})],
+    ids=["gdn", "gla", "segments"],  # GLA has no write strengths
+)
+def test_automatic_partitioning(
+    model: str, options: dict[str, Any], divided: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """jit divides the launches over batch and heads, which need no communication.
 
     On CPUs the chunkwise form stands for the launches, because the partitioner drops callbacks of Python.
     """
     monkeypatch.setattr(hosting, "PLATFORM", "cuda")
-    x = leaves_of(delta_problem(model, **SHAPE | {"Hq": 2, "H": 4, "T": 20}))
+    x = leaves_of(delta_problem(model, **SHAPE | {"Hq": 2, "H": 4, "T": 70 if options else 20}))
 
     def total(x: Any) -> Any:
-        h, state = call(model, x)
+        h, state = call(model, x, **options)
         return jnp.sin(h).sum() + state.C.sum()
 
     expected = jax.jit(jax.grad(total))(x)

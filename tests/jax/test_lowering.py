@@ -213,6 +213,27 @@ def test_calls_of_the_delta_rule(
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_calls_of_segments(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_kernels, "present_gpu", lambda: plans.GPU(90, 132, "tf32"))
+    q, gates = jnp.ones((2, 256, 2, 64), jnp.bfloat16), jnp.ones((2, 256, 2), jnp.float32)
+
+    def loss(q: Any, beta: Any, log_f: Any) -> Any:
+        return tfla.jax.delta_rule(q, q, q, beta, log_f, backend=backend, kernel="segmented", chunk_size=128).sum()
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, gates, -gates)
+    found = calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    names = [told["name"] for told, _ in found if told["name"].startswith(("delta", "solve", "pass", "dq_dk"))]
+    own = {
+        "triton": ["solve_tiles", "delta_action_scan", "pass_delta_states", "delta_h_scan"],
+        "hopper": ["solve_kernel", "delta_action_kernel", "pass_delta_states", "delta_h_kernel"],
+    }
+    against = "delta_dv_scan" if backend == "triton" else "delta_dv_dk_kernel"
+    assert names[:7] == [*own[backend], against, "pass_delta_states", against]
+    check_parameters(found, 90)
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize(("correct", "K", "V"), [(True, 128, 128), (False, 256, 128)], ids=["KDA", "GLA"])
 def test_parts_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only beta, its gradient, states and what tiles have one of are taken apart and put together."""

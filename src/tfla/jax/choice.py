@@ -15,7 +15,11 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "chunkwise": ("segmented",),
     "reference": reference.KERNELS,
 }
-DELTA_KERNELS: dict[str, tuple[str, ...]] = KERNELS | {"reference": ("recurrent", "parallel")}
+DELTA_KERNELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(kernels.BACKENDS, ("fused", "segmented")),
+    "chunkwise": ("segmented",),
+    "reference": ("recurrent", "parallel"),
+}
 Offsets = Array | np.ndarray | tuple[int, ...]
 
 

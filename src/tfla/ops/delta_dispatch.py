@@ -176,9 +176,20 @@ def choose(
     if isinstance(backend, str) and backend in DELTA_BACKENDS and backend not in able:
         raise ValueError(f"backend: {backend!r} cannot run these inputs: {READS_AFTER}")
     chosen = select(backend, x, able)
+    return chosen, *choose_kernel(chosen, x, read_before_decay, kernel, chunk_size)
+
+
+def choose_kernel(
+    chosen: DeltaBackend, x: DeltaInputs, read_before_decay: bool, kernel: str | None, chunk_size: int | None
+) -> tuple[str, int]:
+    """Choose the kernel of a backend that runs a call, and its chunk size: what the caller asks for, else the default.
+
+    Raises:
+        ValueError: the backend has no kernel of that name, or it cannot run these inputs (the message says why).
+    """
     check_kernel(kernel, chosen, x)
     if read_before_decay and kernel in chosen.read_after_decay:
         raise ValueError(f"kernel: {kernel!r} cannot run these inputs: {READS_AFTER}")
     if kernel is None:
         kernel = chosen.kernels[0] if read_before_decay else chosen.default_kernel(x, chunk_size)
-    return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)
+    return kernel, chunk_size or chosen.default_chunk_size(x, kernel)

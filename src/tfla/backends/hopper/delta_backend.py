@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tfla.backends.base import Replay
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
-from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta, in_segments
+from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext, ChannelKernels
     from tfla.backends.triton.delta import ForwardKernels
+    from tfla.backends.triton.delta_segments import BackwardKernels
     from tfla.backends.triton.delta_segments import ForwardKernels as SegmentKernels
 
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
@@ -129,6 +130,13 @@ class HopperDelta(TritonDelta):
 
         return delta_segments.ForwardKernels(delta_solve.launch, delta_action.launch, delta_h.launch)
 
+    def segment_gradients(self) -> BackwardKernels:
+        """Return the launchers of a backward in segments."""
+        from tfla.backends.hopper import delta_backward
+        from tfla.backends.triton import delta_segments
+
+        return delta_segments.BackwardKernels(delta_backward.backward, delta_backward.initial_cotangent)
+
     def action(self, x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor] | None:
         """Compute the transitions of sequences, and what these add to the state, by a scan without outputs."""
         return super().action(_for_descriptors(x), spec)
@@ -148,10 +156,7 @@ class HopperDelta(TritonDelta):
 
         x, dh = _for_descriptors(x), self._cotangent(dh)
         if spec.kernel == BY_SEGMENTS and len(x.v):
-            from tfla.backends.triton import delta_segments
-
-            kernels = delta_segments.BackwardKernels(delta_backward.backward, delta_backward.initial_cotangent)
-            return delta_segments.run_backward(x, out, dh, dC, in_segments(spec), kernels)
+            return super().backward(x, out, dh, dC, spec)
         return delta.run_backward(x, out, dh, dC, spec, delta_backward.backward, channel_kernels)
 
     def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:

@@ -78,7 +78,8 @@ def initial_cotangent(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor) -> Te
     pairs = base.new(ceil_div(base.V, rows), base.H, base.tiles, gate_gradients.PAIR_SUMS.value, base.L)
     base = replace(scheduler.launch(sequences.bound(base)), checkpoint_steps=NO_CHECKPOINTS)
     ctx = replace(ctx, base=base)
-    delta_dv_dk.launch(ctx, ctx.gates(), X, E, dh, dv, dk_w, pairs, dk_w, final=None, initial=dC0)
+    checkpoints = E  # any of their dtype, which is not accessed
+    delta_dv_dk.launch(ctx, ctx.gates(), X, E, dh, dv, dk_w, pairs, checkpoints, final=None, initial=dC0)
     return dC0
 
 

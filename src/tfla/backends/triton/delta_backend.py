@@ -24,6 +24,7 @@ from tfla.backends.triton.correction_dtype import correction_dtype
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
+    from tfla.backends.triton.delta_segments import BackwardKernels
     from tfla.backends.triton.delta_segments import ForwardKernels as SegmentKernels
 
 BY_SEGMENTS = "segmented"  # the kernel that computes the segments of a sequence side by side
@@ -166,6 +167,12 @@ class TritonDelta(DeltaBackend):
 
         return delta_segments.FORWARD
 
+    def segment_gradients(self) -> BackwardKernels:
+        """Return the launchers of a backward in segments."""
+        from tfla.backends.triton import delta_segments
+
+        return delta_segments.BACKWARD
+
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import delta
@@ -179,7 +186,7 @@ class TritonDelta(DeltaBackend):
         if spec.kernel == BY_SEGMENTS and len(x.v):
             from tfla.backends.triton import delta_segments
 
-            return delta_segments.run_backward(x, out, dh, dC, in_segments(spec))
+            return delta_segments.run_backward(x, out, dh, dC, in_segments(spec), self.segment_gradients())
         return delta.run_backward(x, out, dh, dC, spec)
 
     def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:

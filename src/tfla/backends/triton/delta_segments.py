@@ -118,9 +118,10 @@ def delta_action_scan(
         S = S * tile_decay(gate, L, GATED)
         S = add_split_product(S, res * (w * beta_t)[None, :], k, PRECISION)
     row = (segment.to(tl.int64) * H + h) * DK + rk[None, :]
-    tl.store(added + row * DV + rv[:, None], S, mask=in_state & needed)
+    # What is never read is stored, too, so that no result has memory that was not written.
+    tl.store(added + row * DV + rv[:, None], S, mask=in_state)
     in_transition = (rv < DK)[:, None] & (rk < DK)[None, :] & (part >= VALUES)
-    tl.store(transitions + row * DK + rv[:, None], S, mask=in_transition & needed)
+    tl.store(transitions + row * DK + rv[:, None], S, mask=in_transition)
 
 
 @triton.jit(do_not_specialize=["segments", "H"])
@@ -186,12 +187,7 @@ class Segments(NamedTuple):
     def of(x: DeltaInputs, steps: int) -> Segments:
         """Return a dense call with its sequences cut into segments of so many steps."""
         B, T = x.v.shape[:2]
-        count = ceil_div(T, steps)
-        if B * count * x.v.shape[2] > MOST_PROGRAMS:
-            raise ValueError(
-                f"chunk_size: got {steps}, which makes {B * count} segments of {x.v.shape[2]} heads, expected at most "
-                f"{MOST_PROGRAMS} segments times heads"
-            )
+        count = count_segments(B, T, x.v.shape[2], steps)
         q, k, v, beta, log_f, read_key = (None if t is None else as_one_row(t) for t in x[:6])
         offsets = offsets_of(x.q.device, B, T, steps)
         return Segments(DeltaInputs(q, k, v, beta, log_f, read_key, None, None, x.C, offsets), B, count)  # type: ignore[arg-type]
@@ -203,6 +199,21 @@ class Segments(NamedTuple):
     def of_sequences(self, t: Tensor, place: int) -> Tensor:
         """Return the states (B, H, ...) of one segment of each sequence, from those of all segments."""
         return t.view(self.batch, self.number, *t.shape[1:])[:, place]
+
+
+def count_segments(batch: int, T: int, heads: int, steps: int) -> int:
+    """Return the number of segments of a sequence.
+
+    Raises:
+        ValueError: a grid cannot have so many programs.
+    """
+    count = ceil_div(T, steps)
+    if batch * count * heads > MOST_PROGRAMS:
+        raise ValueError(
+            f"chunk_size: got {steps}, which makes {batch * count} segments of {heads} heads, expected at most "
+            f"{MOST_PROGRAMS} segments times heads"
+        )
+    return count
 
 
 def as_one_row(x: Tensor) -> Tensor:
@@ -237,7 +248,7 @@ def launch_action(
     programs = ceil_div(base.V, tiles.split) + ceil_div(base.K, tiles.split)
     tma = ctx.config.descriptors and describable(x.k, ctx.read_key, x.v)
     base.launch(delta_action_scan, (programs, x.sequences * base.H),
-        x.k, ctx.read_key, x.v, X, ctx.beta, gates, base.cu_seqlens, added if given is None else given, added,
+        x.k, ctx.read_key, x.v, X, ctx.beta, gates, base.cu_seqlens, gates if given is None else given, added,
         transitions, x.sequences, base.T, base.tiles, base.H, base.group, segments, *time_strides(x.k),
         *time_strides(ctx.read_key), *time_strides(x.v), *time_strides(ctx.beta), BV=tiles.split,
         USE_GIVEN=given is not None, LAST=ctx.spec.save or not segments, WHOLE=not segments, TMA=tma,
@@ -252,13 +263,13 @@ def _launch_pass(
     base, BK = ctx.base, power_of_two(ctx.base.K)
     columns = min(PASSED_COLUMNS, power_of_two(base.V))
     base.launch(pass_delta_states, (ceil_div(base.V, columns), ctx.x.sequences // segments * base.H),
-        transitions, states, states if given is None else given, segments, base.H, DK=base.K, DV=base.V, BK=BK,
+        transitions, states, transitions if given is None else given, segments, base.H, DK=base.K, DV=base.V, BK=BK,
         BV=columns, SLICE=min(SLICE, BK), REVERSE=reverse, USE_GIVEN=given is not None,
         PRECISION="ieee" if ctx.x.q.dtype == torch.float32 else "tf32x3", num_warps=8 if BK > 64 else 4,
     )  # fmt: skip
 
 
-def _context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None) -> delta.DeltaContext:
+def context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None) -> delta.DeltaContext:
     """Return the context of a call of segments from the states C before them, or None."""
     x = x._replace(C=C)
     base, beta = delta.launch_context(recorder, x, spec)
@@ -276,8 +287,23 @@ class ForwardKernels(NamedTuple):
 FORWARD = ForwardKernels(delta_kernels.launch_solve, launch_action, delta_kernels.launch_h)
 
 
-def _forward(ctx: delta.DeltaContext, given: Tensor | None, segments: int, kernels: ForwardKernels) -> DeltaOutputs:
-    """Launch the forward of segments; `given` are the initial states of whole sequences, or None."""
+def forward(
+    ctx: delta.DeltaContext, given: Tensor | None, segments: int, kernels: ForwardKernels, starts: Tensor,
+    transitions: Tensor,
+) -> DeltaOutputs:  # fmt: skip
+    """Launch the forward of segments.
+
+    Args:
+        ctx: The context of the segments without states before them.
+        given: The initial states of whole sequences, (B, H, dqk, dhv), or None.
+        segments: The number of segments of a sequence.
+        kernels: The launchers.
+        starts: Output for the states at the starts of segments, (segments of all, H, dqk, dhv) float32.
+        transitions: Output for their transitions, (segments of all, H, dqk, dqk) float32.
+
+    Returns:
+        What a forward returns, with the final states of all segments and without chunk_C.
+    """
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
@@ -285,15 +311,12 @@ def _forward(ctx: delta.DeltaContext, given: Tensor | None, segments: int, kerne
     final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
     gates, given = ctx.gates(), results.dense(base, given)
     X = kernels.solve(ctx, gates)
-    boundary = base.new(x.sequences, base.H, base.K, base.V + base.K)
-    starts, transitions = _stored(ctx, boundary)
     kernels.action(ctx, gates, X, given, starts, transitions, segments)
     _launch_pass(ctx, transitions, starts, given, segments, reverse=False)
     kernels.h(ctx, gates, X, h, E, starts, final)
     none = base.placeholder(0)
     return DeltaOutputs(
-        h, none if final is None else final, none if E is None else E, X if spec.save else none,
-        boundary if spec.save else none,
+        h, none if final is None else final, none if E is None else E, X if spec.save else none, none
     )  # fmt: skip
 
 
@@ -307,22 +330,21 @@ class BackwardKernels(NamedTuple):
 BACKWARD = BackwardKernels(delta.backward, delta.initial_cotangent)
 
 
-def _backward(
-    contexts: tuple[delta.DeltaContext, delta.DeltaContext], E: Tensor, X: Tensor, boundary: Tensor, dh: Tensor,
+def backward(
+    contexts: tuple[delta.DeltaContext, delta.DeltaContext], E: Tensor, X: Tensor, transitions: Tensor, dh: Tensor,
     dC: Tensor | None, segments: int, kernels: BackwardKernels,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward of segments.
 
     Args:
-        contexts: The context of the segments without states before them, and with those of `boundary`.
-        E, X, boundary: What the forward stored.
+        contexts: The context of the segments without states before them, and with those that the forward stored.
+        E, X, transitions: What the forward stored.
         dh: The cotangent of h, (1, B T, H, dhv).
         dC: The cotangents of the final states of whole sequences, (B, H, dqk, dhv), or None.
         segments: The number of segments of a sequence.
         kernels: The launchers.
     """
     ctx, from_starts = contexts
-    _, transitions = _stored(ctx, boundary)
     ends = kernels.initial_cotangent(ctx, E, X, dh)
     _launch_pass(ctx, transitions, ends, results.dense(ctx.base, dC), segments, reverse=True)
     return kernels.backward(from_starts, E, X, dh, ends)
@@ -338,7 +360,10 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWA
     else:
         with recording(signature, cut.x) as recorder:
             given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
-            out = _forward(_context(recorder, given, spec), given.C, cut.number, kernels)
+            ctx = context(recorder, given, spec)
+            boundary = ctx.base.new(ctx.x.sequences, ctx.base.H, ctx.base.K, ctx.base.V + ctx.base.K)
+            out = forward(ctx, given.C, cut.number, kernels, *_stored(ctx, boundary))
+            out = out._replace(chunk_C=boundary if spec.save else out.chunk_C)
             recorder.results = out
     C = cut.of_sequences(out.C, -1) if spec.final_state else out.C
     E = cut.back(out.E) if spec.save else out.E
@@ -365,11 +390,10 @@ def run_backward(
             assert X is not None
             assert boundary is not None
             assert cotangent is not None
-            ctx = _context(recorder, inputs, spec)
-            from_starts = _context(recorder, inputs, spec, _stored(ctx, boundary)[0])
-            grads = _backward(
-                (ctx, from_starts), E, X, boundary, cotangent, of_final, cut.number, kernels
-            )  # fmt: skip
+            ctx = context(recorder, inputs, spec)
+            starts, transitions = _stored(ctx, boundary)
+            contexts = ctx, context(recorder, inputs, spec, starts)
+            grads = backward(contexts, E, X, transitions, cotangent, of_final, cut.number, kernels)
             recorder.results = grads  # type: ignore[assignment]
     per_step = [None if t is None else cut.back(g) for g, t in zip(grads, x[:6], strict=False)]  # type: ignore[arg-type]
     first = None if x.C is None or grads.C is None else cut.of_sequences(grads.C, 0)
@@ -383,7 +407,7 @@ def run_action(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWAR
     found: Any = recorded_launches(signature)
     if found is None:
         with recording(signature, x) as recorder:
-            ctx = _context(recorder, DeltaInputs(*recorder.given), spec)  # type: ignore[arg-type]
+            ctx = context(recorder, DeltaInputs(*recorder.given), spec)  # type: ignore[arg-type]
             base = ctx.base
             ctx = replace(ctx, base=sequences.bound(base))
             gates = ctx.gates()

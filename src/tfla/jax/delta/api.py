@@ -54,7 +54,7 @@ def prepare(
     rule = check_rule(
         x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
     )  # fmt: skip
-    is_open, wanted = backend is None and kernel is None, chunk_size
+    is_open, wanted = backend is None and kernel is None, (kernel, chunk_size)
     backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
     # Kernels run packed calls of each device.
     allowed = ("chunkwise",) if cu_seqlens is None else ("chunkwise", *kernels.BACKENDS)
@@ -70,7 +70,7 @@ def prepare(
         axis = context_parallel if cu_seqlens is None else None
         asked = DeltaSpec(rule, backend, kernel, chunk_size, sequences, None, axis)
         best = kernels.choose(asked, x._replace(cu_seqlens=packed))
-        backend, kernel, chunk_size = choose(best, None, wanted, DELTA_KERNELS)
+        backend, kernel, chunk_size = choose(best, *wanted, DELTA_KERNELS)
     if cu_seqlens is not None and context_parallel is not None:
         if state is None and not return_state and backend == "chunkwise":
             x, rule = _divide_packed(x, rule, cu_seqlens, context_parallel)
@@ -83,6 +83,8 @@ def prepare(
     offsets = tuple(int(t) for t in cu_seqlens) if concrete else None  # type: ignore[union-attr]
     x = x._replace(C=None if state is None else state.C, cu_seqlens=None if concrete else cu_seqlens)  # type: ignore[arg-type]
     spec = DeltaSpec(rule, backend, kernel, chunk_size, sequences, offsets, context_parallel)
+    if backend in kernels.BACKENDS:
+        spec = kernels.with_kernel(spec, x, *wanted)
     return spec, DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
 
 

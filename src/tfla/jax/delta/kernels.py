@@ -14,13 +14,14 @@ from jax import Array
 
 from tfla.jax import partitions
 from tfla.jax.chunkwise import CHUNK
-from tfla.jax.delta import chunkwise
+from tfla.jax.delta import chunkwise, segments
 from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
+from tfla.jax.delta.segments import BY_SEGMENTS, Cut
 from tfla.jax.hosting import by_batch, on_platform, with_empty, without_empty
 from tfla.jax.inputs import vary_alike
 from tfla.jax.kernels import BACKENDS, present_gpu, warn_once
 from tfla.jax.plans import GPU, Signature, result_signature, signature, torch_inputs
-from tfla.ops.delta_dispatch import READS_AFTER
+from tfla.ops.delta_dispatch import READS_AFTER, choose_kernel
 
 PACKED_ALONE = "with context_parallel it takes packed sequences alone"  # it has no plans that exchange states
 
@@ -51,15 +52,17 @@ Results = tuple[Array, Any]  # h and the final C
 STEPS = ("btgk", "btgk", "bthv", "bth")  # q, k, v and beta
 INPUTS = (*STEPS, "bthk", "btgk", "nhkv", "o")  # KernelArrays with gates by channel
 SAVED = ("bthv", "bthx")  # E and X
+SAVED_OF_SEGMENTS = (*SAVED, "shkv", "shky")  # with the states at the starts of segments, and their transitions
 
 
-def _dims(x: KernelArrays, forward: bool) -> partitions.Dims:
+def _dims(spec: KernelSpec, x: KernelArrays, forward: bool) -> partitions.Dims:
     """Return the dims of what the forward or the backward is given and returns."""
+    saved = SAVED if Cut.of(x.v, spec.options) is None else SAVED_OF_SEGMENTS
     inputs = INPUTS if x.log_f is None or x.log_f.ndim == 4 else (*STEPS, "bth", *INPUTS[5:])
     if forward:
-        return partitions.Dims(inputs, ("bthv", "nhkv", *SAVED), 7)
+        return partitions.Dims(inputs, ("bthv", "nhkv", *saved), 7)
     there = [dims for dims, t in zip(inputs[:-1], x[:-1], strict=True) if t is not None]
-    return partitions.Dims((*inputs, *SAVED, "bthv", "nhkv"), tuple(there), 7)
+    return partitions.Dims((*inputs, *saved, "bthv", "nhkv"), tuple(there), 7)
 
 
 def _torch_inputs(given: Signature) -> Any:
@@ -123,9 +126,10 @@ def _launch_code(backend: str) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(256)
-def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
-    """Return the lowered plan of a forward, or of a backward, which is also given E, X, dh and dC.
+def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) -> Any:
+    """Return the lowered plan of a forward, or of a backward, which is also given what was saved, dh and dC.
 
+    With a cut, the signature is that of segments as packed sequences, but for C and dC, which are of whole sequences.
     A forward that saves also compiles the kernels of its backward, beside its own.
     """
     from tfla.backends.gpu import planning, runtime
@@ -137,12 +141,21 @@ def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
         recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
         kernels, backward = _launch_code(spec.backend)
         if forward:
-            plan = recorder.finish(delta.launch_forward(recorder, x, spec.options, kernels)[:4])
+            if cut is None:
+                results = [*delta.launch_forward(recorder, x, spec.options, kernels)[:4]]
+            else:
+                results = segments.launch_forward(spec.backend, spec.options, cut, recorder, x)
+            plan = recorder.finish(results)
             if spec.options.save:
                 h, C, *saved = result_signature(plan)
-                _plan(spec, (*given, *saved, h, C if spec.options.final_state else None), False)
+                if cut is not None and C is not None:
+                    C = (cut.batch, *C[0][1:]), C[1]
+                _plan(spec, cut, (*given, *saved, h, C if spec.options.final_state else None), False)
             return LoweredPlan(plan)
-        grads = delta.launch_backward(recorder, x, spec.options, *(*more, backward, kernels.by_channel))
+        if cut is None:
+            grads = delta.launch_backward(recorder, x, spec.options, *(*more, backward, kernels.by_channel))
+        else:
+            grads = segments.launch_backward(spec.backend, spec.options, cut, recorder, x, more)
         return LoweredPlan(
             recorder.finish([g for g, t in zip(grads, x, strict=False) if g is not None and t is not None])
         )
@@ -164,15 +177,39 @@ def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> 
     return found
 
 
+def _in_segments(cut: Cut, x: KernelArrays) -> KernelArrays:
+    """Return the arrays of a dense call as packed sequences, which are segments; C is that of whole sequences."""
+    return KernelArrays._make([*map(cut.as_row, x[:6]), x.C, cut.offsets(x.v)])
+
+
+def _uncut(cut: Cut, x: KernelArrays) -> KernelArrays:
+    """Return the arrays that `_in_segments` was given."""
+    return KernelArrays._make([*map(cut.back, x[:6]), x.C, None])
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Any]:
-    """Launch the forward as one compiled function: h, the final C, E and X."""
+    """Launch the forward as one compiled function: h, the final C, E and X, and what is stored of segments."""
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
-        lowered = _plan(spec, signature(arrays), True)
-        return on_platform(lowered, arrays, lambda whole: list(_plain(spec, KernelArrays(*whole))))  # type: ignore[arg-type]
+        own = KernelArrays(*arrays)  # type: ignore[arg-type]
+        cut = Cut.of(own.v, spec.options)
+        given = own if cut is None else _in_segments(cut, own)
 
-    h, C, *saved = by_batch(launch, x, _dims(x, True))
+        def otherwise(whole: list[Array | None]) -> list[Array | None]:
+            arrays = KernelArrays(*whole)  # type: ignore[arg-type]
+            if cut is None:
+                return list(_plain(spec, arrays))
+            h, C = _plain(spec, _uncut(cut, arrays))
+            return [cut.as_row(h), cut.among_segments(C, -1)]
+
+        found: list[Array] = on_platform(_plan(spec, cut, signature(given), True), given, otherwise)
+        if cut is None:
+            return found
+        h, C, E, X, *boundary = found
+        return [cut.back(h), cut.of_sequences(C, -1), cut.back(E), cut.back(X), *boundary]
+
+    h, C, *saved = by_batch(launch, x, _dims(spec, x, True))
     return [h, C if spec.options.final_state else None, *without_empty(saved)]
 
 
@@ -206,7 +243,7 @@ def _attend_forward(spec: KernelSpec, x: KernelArrays) -> tuple[Results, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradients(spec: KernelSpec, x: KernelArrays, saved: list[Array], cotangents: Results) -> KernelArrays:
-    """Compute the gradients from what the forward saved, E and X."""
+    """Compute the gradients from what the forward saved."""
     return _launch_backward(spec, x, saved, cotangents)
 
 
@@ -216,18 +253,29 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
     dh, dC = cotangents
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
-        lowered = _plan(spec, signature(arrays), False)
+        own = KernelArrays(*arrays[:8])  # type: ignore[arg-type]
+        cut, given = Cut.of(own.v, spec.options), arrays
+        if cut is not None:
+            E, X, starts, transitions, dh, dC = arrays[8:]
+            given = *_in_segments(cut, own), cut.as_row(E), cut.as_row(X), starts, transitions, cut.as_row(dh), dC
 
         def otherwise(whole: list[Array | None]) -> list[Array | None]:
-            x, dh = KernelArrays(*whole[:8]), whole[10]  # type: ignore[arg-type]
+            x, dh = KernelArrays(*whole[:8]), whole[-2]  # type: ignore[arg-type]
             assert dh is not None
-            found = _plain_gradients(spec, x, (dh, whole[11]))
-            return [g for g, t in zip(found[:7], whole, strict=False) if t is not None]
+            if cut is not None:
+                x, dh = _uncut(cut, x), cut.back(dh)
+            found: list[Any] = list(_plain_gradients(spec, x, (dh, whole[-1]))[:7])
+            if cut is not None:
+                found = [*map(cut.as_row, found[:6]), cut.among_segments(found[6], 0)]
+            return [g for g, t in zip(found, whole, strict=False) if t is not None]
 
-        return on_platform(lowered, arrays, otherwise)
+        found: list[Array] = on_platform(_plan(spec, cut, signature(given), False), given, otherwise)
+        if cut is None:
+            return found
+        steps = sum(t is not None for t in own[:6])
+        return [*map(cut.back, found[:steps]), *(cut.of_sequences(g, 0) for g in found[steps:])]
 
-    given = (*x, *with_empty(saved), dh, dC)
-    found = by_batch(launch, given, _dims(x, False))
+    found = by_batch(launch, (*x, *with_empty(saved), dh, dC), _dims(spec, x, False))
     every: Any = [None if t is None else found.pop(0).astype(t.dtype) for t in x[:7]]
     return KernelArrays._make([*every, None])
 
@@ -292,6 +340,31 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
     return KernelSpec(spec.backend, gpu, options, plain)
 
 
+def with_kernel(spec: DeltaSpec, x: DeltaArrays, kernel: str | None, chunk_size: int | None) -> DeltaSpec:
+    """Return options with the kernel and the chunk size that PyTorch's backend would take for the same call.
+
+    Args:
+        spec, x: the options and the arrays of a checked call; a backend that does not run it is left to `prepare`.
+        kernel, chunk_size: what the caller asks for; None leaves the choice open.
+
+    Raises:
+        ValueError: the kernel does not run these inputs.
+    """
+    gpu = present_gpu()
+    if gpu is None or reasons(spec, x)[spec.backend] is not None:
+        return spec
+    from tfla.backends import DELTA_BACKENDS
+    from tfla.backends.gpu import runtime
+    from tfla.backends.gpu.planning import planning
+
+    inputs = _torch_inputs(signature(jax.eval_shape(functools.partial(arrays_of, spec), x)))
+    with planning(runtime.PlannedGPU(*gpu)):
+        name, steps = choose_kernel(
+            DELTA_BACKENDS[spec.backend], inputs, spec.rule.read_before_decay, kernel, chunk_size
+        )  # fmt: skip
+    return spec._replace(kernel=name, chunk_size=steps if name == BY_SEGMENTS else spec.chunk_size)
+
+
 def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int, dict[str, object]]:
     """Return how many states of each head are stored for the backward, and the sizes of the kernels."""
     from tfla.backends import DELTA_BACKENDS
@@ -314,4 +387,4 @@ def _activated(spec: DeltaSpec, x: DeltaArrays) -> KernelArrays:
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations."""
     arrays = _activated(spec, x)
-    return attend(kernels, KernelArrays(*partitions.by_types(arrays, _dims(arrays, True))))  # type: ignore[arg-type]
+    return attend(kernels, KernelArrays(*partitions.by_types(arrays, _dims(kernels, arrays, True))))  # type: ignore[arg-type]
