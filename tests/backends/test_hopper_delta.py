@@ -335,7 +335,7 @@ def test_cotangents_of_initial_states_alone(sizes: dict[str, Any]) -> None:
 
 
 def test_addresses_that_descriptors_do_not_take() -> None:
-    """Tensors that begin 8 bytes behind a multiple of 16 are copied."""
+    """Tensors that begin 8 bytes after a multiple of 16 are copied."""
     p = delta_problem("gdn", T=70, B=1, K=64, V=64, dtype=DTYPE)
     x, spec = inputs(p), p.spec("fused")
 

@@ -148,7 +148,7 @@ def _compute(
         own = {name: None if t is None else t[:decodes] for name, t in tensors.items()}
         h[:decodes] = step(**own, state=pool, state_indices=indices[:decodes], **options)[0]
     if prefills:
-        # The host knows how many tokens there are only where the batch is not padded: padding is a sequence of its own.
+        # The number of tokens is on the host only where the batch is not padded, so padding is a sequence of its own.
         starts = offsets[decodes:] - decodes
         rest = starts.new_full((1,), v.shape[0] - decodes)
         own = {name: None if t is None else t[None, decodes:] for name, t in tensors.items()}

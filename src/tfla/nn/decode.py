@@ -255,7 +255,7 @@ def captured(
         torch.cuda.current_stream().wait_stream(stream)
         draws.set_state(before)
         graph = torch.cuda.CUDAGraph()
-        if generator is not None:  # captures know the global one by themselves
+        if generator is not None:  # a capture registers the global one itself
             graph.register_generator_state(generator)
         with torch.cuda.graph(graph, pool=pool):
             result = call()

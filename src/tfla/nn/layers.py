@@ -82,6 +82,9 @@ class SequenceMixer(nn.Module, ABC):
 
         Returns:
             the mixed sequences (B, T, d_model), and the state after the last token, or None without return_state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
 
     @abstractmethod
@@ -96,6 +99,9 @@ class SequenceMixer(nn.Module, ABC):
 
         Returns:
             the mixed token (B, d_model) and the state after it, or the pool.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
 
     @abstractmethod
@@ -115,6 +121,9 @@ class SequenceMixer(nn.Module, ABC):
         Returns:
             the mixed tokens (B, T, d_model), and a function that may be called once: from ``lengths`` (B,) int, how
             many tokens of each sequence are accepted, to the state after these tokens.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
 
     @abstractmethod
@@ -334,7 +343,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def _is_distributed(parameter: Tensor) -> bool:
-    """Return whether a parameter is a DTensor; torch.compile, for which it has no attributes, knows its type."""
+    """Return whether a parameter is a DTensor, by its type, since torch.compile does not see the attributes of one."""
     if type(parameter) in PLAIN:  # first, since the import below takes a second
         return False
     from torch.distributed.tensor import DTensor

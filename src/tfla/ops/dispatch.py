@@ -159,7 +159,7 @@ def backend_inputs(request: Request, convert: bool = True) -> Inputs:
 
     Args:
         request: the request.
-        convert: whether q, k and v may need a conversion; a plan knows where they do not.
+        convert: whether q, k and v may need a conversion; a plan says where they do not.
     """
     q, k, v, i, f, state, lengths = request[:7]
     if convert:

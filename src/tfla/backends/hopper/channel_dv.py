@@ -13,7 +13,8 @@ program and its consumers compute. The steps of a tile (`process_tile`), those w
     (8)  dv                                               over do, and from there to memory
     (9)  dC^T <- dC^T - dv^T (r a)                        (64, dqk) = (64, L) (L, dqk), while (7) and (8) run
 
-The ring has k w B, do, E and P, the late ring q, r, X and the decays g. Consumers exchange nothing. Who waits for whom:
+The ring has k w B, do, E and P, the late ring q, r, X and the decays g. Consumers exchange nothing. Which partition
+waits for which:
 
     load and store warp  --full[s]-->      consumers 0 and 1 --empty[s]-->      load and store warp
     read and decay warp  --late_full[u]--> consumers 0 and 1 --late_empty[u]--> read and decay warp

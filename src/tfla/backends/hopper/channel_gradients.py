@@ -25,14 +25,16 @@ t and pairs on one side of t, is in the other terms as sums of the same products
 the operands of (8), (9) and (11) and S_q are sums of two bfloat16 numbers each, and S_r is rounded once for both. The
 products of two second numbers are left out.
 
-Who waits for whom:
+Which partition waits for which:
 
     load warp  --full[s]-->   consumers --empty[s]-->  load warp     32 columns of E, do, dv, C and dC
     key warp   --keys_full--> consumers --keys_empty--> key warp     q, k and gates, under the results; beta
     consumer 0 <--ready--> consumer 1                                S_q and S_r of the tile
 
-Consumers store S_q and S_r when both have left the tile before: the keys of the tile are there then where a tile's are
-in shared memory at a time, and where two are, a stage of the ring has been used twice in the tile.
+A consumer stores S_q and S_r over those of the tile before when both consumers have left that tile. If shared memory
+holds the keys of one tile (KEY_STAGES 1), keys_full says so: the key warp loads the keys of a tile after both consumers
+have released those of the tile before. If it holds the keys of two, the tile has filled a stage of the ring twice, the
+second time after both consumers had released that stage in this tile.
 """
 
 from dataclasses import replace
@@ -380,7 +382,8 @@ def release_stage(s, shared):
 def process_states(n, shared, half: gl.constexpr, config):
     """Compute what a tile needs of E, do, dv, C and dC, steps (1) to (4).
 
-    With CORRECT the MMAs of some columns end while the next ones are started. Without it that took longer.
+    With CORRECT the MMAs of some columns still run while those of the next columns are started. Without CORRECT that
+    was slower.
 
     Args:
         n: Number of the tile among those of the program.
@@ -405,7 +408,7 @@ def process_states(n, shared, half: gl.constexpr, config):
     if config.CORRECT:
         s, phase = pipeline.stage_and_phase(n * config.CHUNKS, config.STAGES)
         S_q, S_r, dq, dr, W, across, A, B = start_states(s, phase, S_q, S_r, dq, dr, W, across, shared, half, config)
-        # For nothing yet: the loop carries accumulators that have been waited for
+        # This waits for no MMA, as only MMAS of them run: a loop must carry accumulators that have been waited for.
         S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A, B, config)
         release_keys(of_before, n > 0, shared)
         for i in range(1, config.CHUNKS):
@@ -514,7 +517,7 @@ def clamp(x, lowest: gl.constexpr, highest: gl.constexpr):
 
 @gluon.jit
 def close(x, gates):
-    """Return float32 values x in the dtype of the gates, 0 where a gate is not from LOWEST to HIGHEST; NaN is."""
+    """Return float32 values x in the dtype of the gates, 0 where a gate is below LOWEST or above HIGHEST."""
     if gates.dtype == gl.float32:
         return gl.where((gates < LOWEST) | (gates > HIGHEST), 0.0, x)
     elif gates.dtype == gl.bfloat16:
@@ -841,7 +844,7 @@ def launch(
     short = ctx.log_f.element_size() == 2  # else shared memory has no room for a second tile's keys
     # Shared memory has room for a fourth stage without values of reads and without the sums of the gradient of beta.
     columns, stages = 32, 3 if ctx.spec.correct or x.beta is not None else 4
-    # The last columns of a tile come when both consumers have left its first ones, and so the scores of the one before.
+    # With two, the ring alone orders the stores of S_q and S_r after the tile before, see the docstring of the module.
     key_stages = 2 if short and ceil_div(base.V, columns) > stages else 1
     base.launch(channel_gradients_kernel, (programs, blocks),
         host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, ctx.log_f, 64),

@@ -14,7 +14,7 @@ CORRECT, where E is V; without OUTPUT, for the states, there are (2), (3) and (7
     (8)  out                                              over v, and from there to memory, while (7) runs
 
 From (1) to (7) each product reads the result of the one before it from registers; consumers exchange nothing. The ring
-has q, r, v, P and X, the late ring k w B and the decays g. Who waits for whom:
+has q, r, v, P and X, the late ring k w B and the decays g. Which partition waits for which:
 
     load warp            --full[s]-->      consumers 0 and 1 --empty[s]-->      load warp
     key and decay warp   --late_full[u]--> consumers 0 and 1 --late_empty[u]--> key and decay warp

@@ -7,7 +7,7 @@ One program of two warpgroups computes a tile of 64 steps; two programs fit a mu
                of one thread, and sums over the steps of a warp go through shared memory once
     products   wgmma in tf32 with both operands in shared memory: the reads q a, and below them r a, by the writes k w
     M B        goes to memory in the place of X B, which `solve_kernel` of :mod:`.delta_solve` computes from it; above
-               the diagonal, where M is 0, is what it loses as it is rounded, transposed
+               the diagonal, where M is 0, are the rounding errors of what is below it, transposed
 
 Exponents are sums from the middle of the tile, c of :mod:`tfla.backends.triton.channel_decays`. In a bounded tile they
 are at most 100, so that what float32 sums lose is below the rounding of tf32.

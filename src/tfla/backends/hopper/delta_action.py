@@ -14,7 +14,7 @@ The steps of a tile (`process_tile`), each of which reads the result of the one 
     (4)   E^T <- R^T - (R^T * beta) X^T                 (64, L) = (64, L) (L, L), (R2), in float16
     (5)   C^T <- g C^T + (E^T * (w beta)) k             (64, dqk) = (64, L) (L, dqk), (R4), E^T split in two
 
-Who waits for whom:
+Which partition waits for which:
 
     load and gate warp --full[s]--> consumers 0 and 1 --empty[s]--> load and gate warp
 """

@@ -233,12 +233,12 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     e0 = shared.e.index(2 * s).reshape([L, 64])
     e1 = shared.e.index(2 * s + 1).reshape([L, 64])
     sums = shared.sums.index(s)
-    # 0 that the compiler does not know: it would keep addresses and descriptors that no stage changes, and spill them
+    # 0, which the compiler cannot assume: it would keep addresses and descriptors that no stage changes, and spill them
     at0 = scheduler.rematerialize(n * 0)
     # (1) R^T <- dC^T k^T
     A = mma.to_left_operand(C.to(dtype), L)
     R = mma.issue_mma(A, k.permute((1, 0)))
-    # (2) dC to shared memory. The stores of P before it, in the previous tile, are behind this fence, too.
+    # (2) dC to shared memory. The fence after it also serves the stores of P, which the previous tile ended with.
     mbarrier.wait(shared.left, (n & 1) ^ 1)
     shared.c.index(at0 + half).store(C.to(dtype))
     fence_async_shared()

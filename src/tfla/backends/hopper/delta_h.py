@@ -19,10 +19,10 @@ reads the result of the one before it from registers, and neither consumer needs
     (10)  out^T * scale                                 over v, and from there to global memory
     (11)  P <- S * D * beta of tile n + 1, masked       (L, L / 2), to shared memory, (R1) times beta
 
-Without gates E is rounded in (5) for all that follows. The backward computes the states again from E as it is stored;
-where nothing decays, errors of its rounding would add up over the sequence, but now later steps correct for them.
+Without gates (6) and (8) take E as it is rounded for (5), because the backward computes the states again from that E.
+Where nothing decays, rounding errors of E would otherwise add up over the sequence; so later steps correct for them.
 
-Who waits for whom:
+Which partition waits for which:
 
     load and gate warp --full[s]--> consumers 0 and 1 --empty[s]--> load and gate warp
     consumer 0 <--ready[n % 2] (P of tile n)--> consumer 1

@@ -94,8 +94,8 @@ def fragment_ids(half: gl.constexpr, config, column: gl.constexpr = 0):
 def count_tiles(index, steps, params, config):
     """Return the number of tiles of work tile `index`, 0 where no state after it is read.
 
-    Where sequences are the segments of others, `params.segments` each, that is what the last one adds, the transition
-    of the first one, and without SAVE that of the last one.
+    Where sequences are segments, `params.segments` of each whole sequence, nothing reads what the last segment adds,
+    nor the transition of the first one, nor without SAVE that of the last one.
     """
     tiles = (steps + config.L - 1) // config.L
     if params.segments is None:

@@ -22,7 +22,7 @@ The steps of a tile (`process_tile`); consumer 0 computes P for dk, consumer 1 P
     (13)  checkpoint                                the inner product <C, dC> with the state that the scan for dq has
                                                     stored, (B5)
 
-Who waits for whom:
+Which partition waits for which:
 
     load warp                  --full_q[r]--> consumers 0 and 1 --empty_q[r]--> load warp                  q and v
     load, gate and store warps --full[s]----> consumers 0 and 1 --empty[s]----> load, gate and store warps k, do, gates

@@ -27,7 +27,7 @@ dk, P of (T1) for o and P'^T of (T11) for dv:
     (11)  P <- (z y^T + delta) * D of tile n + 1     (L, L / 2), masked, one half of the columns for each consumer
     (12)  checkpoint                                 dq stores C and n, dk the inner product <C, dC> with them, (B5)
 
-Who waits for whom:
+Which partition waits for which:
 
     load, gate and store warps --full[s]--> consumers 0 and 1 --empty[s]--> load, gate and store warps
     consumer 0 <--ready[n % 2] (3), initial_n_ready--> consumer 1         the latter with FUSE_NORMALIZER, as in o_dv.py

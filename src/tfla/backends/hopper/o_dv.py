@@ -31,7 +31,7 @@ denominators in its gate weights.
 With two blocks the order is (3), (1), (2), (4), then (5), (6), (7) and (10) of the first block, where its output waits
 in shared memory, then (1), (6) and (7) of the second, and (8) to (12).
 
-Who waits for whom:
+Which partition waits for which:
 
     load, gate and store warps --full[s]--> consumers 0 and 1 --empty[s]--> load, gate and store warps
     consumer 0 <--ready[n % 2], initial_n_ready--> consumer 1

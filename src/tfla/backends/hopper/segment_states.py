@@ -17,7 +17,7 @@ The steps of a tile n:
     (4)  (x * w)^T and x^T w of tile n + 1 (64, L) and (64), while the product of step (3) runs
     (5)  the stage of tile n is empty
 
-Who waits for whom:
+Which partition waits for which:
 
     load warp, gate warps --full[s]--> consumers 0 and 1 --empty[s]--> load warp, gate warps
 """

@@ -31,7 +31,7 @@ accumulators, out_v and out_k are `V` and `K` in the code, and n is `N`:
           to shared memory, where the next tile reads them
     (13)  checkpoint                           dq stores C and n, dk the inner product <C, dC> with them, (B5)
 
-Who waits for whom:
+Which partition waits for which:
 
     load warp, gate warps --full[s]--> consumers --empty[s]--> load warp, gate warps
     load warp --full_checkpoint[head]--> consumer --empty_checkpoint[head]--> load warp    with HAS_CHECKPOINTS, REVERSE

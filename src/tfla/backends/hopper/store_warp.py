@@ -49,7 +49,7 @@ class StoreWarpConfig(NamedTuple):
 
 @gluon.jit
 def store_pairs(W, sums, half: gl.constexpr, L: gl.constexpr):
-    """Leave the sums of the rows of half of W, (L, L / 2), and, for each warp, of its columns, for SUMS_OF_READERS."""
+    """Store the sums of the rows of half of W, (L, L / 2), and, for each warp, of its columns, to shared memory."""
     sums.slice((READ_PARTS + half) * L, L, 0).store(gl.sum(W, 1))
     of_warps = gl.reshape(gl.sum(gl.reshape(W, [4, 16, L // 2]), 1), [2 * L])
     sums.slice((READ_PARTS + ROW_PARTS + 2 * half) * L, 2 * L, 0).store(of_warps)

@@ -134,7 +134,7 @@ def tiles_of_program(leveled, per_program, tiles, LEVELED: tl.constexpr, PARTS: 
 
 @triton.jit
 def head_and_chunk(number, tiles_of_head, H, LEVELED: tl.constexpr):
-    """Return the head and the chunk of a tile; with LEVELED tiles are numbered as their marks lie in memory."""
+    """Return the head and the chunk of a tile; with LEVELED tiles are numbered as in `leveled`, (H, tiles)."""
     if LEVELED:
         return (number // tiles_of_head).to(tl.int64), number % tiles_of_head
     else:

@@ -100,7 +100,7 @@ def block_gradients(
     if causal is not None:
         if q.is_cuda:
             unused = q.new_empty((), dtype=torch.int64)  # the state of dropout
-            whole = lse.contiguous()  # the kernel knows no strides of it, and lse may be a part of a larger one
+            whole = lse.contiguous()  # the kernel takes no strides of it, and lse may be a part of a larger one
             found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 dh, q, k, v, out, whole, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
             )

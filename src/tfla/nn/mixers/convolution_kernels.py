@@ -48,7 +48,7 @@ def load_weight(W, j, channel, C, SIZE: tl.constexpr):
 
 @triton.jit
 def load_first(First, stride, token, T):
-    """Return the first token (TOKENS,) of the document of each token; what it is for tokens that are none is open."""
+    """Return the first token (TOKENS,) of the document of each token; any number where `token` is outside of 0 to T."""
     return tl.load(First + token.to(tl.int64) * stride, (token >= 0) & (token < T), 0).to(tl.int32)
 
 
