@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import DEVICES, INTERPRETED, Implementation, implementations
 from compiling import cache_name
+from garbage import collect_seldom
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = 3 if INTERPRETED else 30  # a simulated GPU takes a second a call
@@ -22,11 +23,17 @@ settings.register_profile("explore", deadline=None, max_examples=300, suppress_h
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+collect_seldom()
 torch.set_num_threads(1)  # for small problems one thread is faster than two that wait for each other
 
 
 if INTERPRETED:  # torch.empty fills what it allocates with NaN: a kernel that reads what none has written shows it
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of later collections of garbage."""
+    collect_seldom()
 
 
 @pytest.hookimpl(tryfirst=True)

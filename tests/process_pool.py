@@ -7,7 +7,6 @@ once and forks them. A test sends each rank a function by name and its arguments
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import sys
 import traceback
@@ -17,12 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from garbage import collect_seldom
+from processes import forked_by_server
 
 TIMEOUTS = {"gloo": 60.0, "nccl": 240.0}  # seconds until a call counts as hung; GPUs compile kernels meanwhile
 
 
 def _serve(backend: str, rank: int, count: int, port: int, pipe: Any) -> None:
     """Answer calls until the pipe is closed."""
+    collect_seldom()
     torch.set_num_threads(1)
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -67,8 +69,7 @@ class Pool:
 
     def _start(self) -> None:
         """Start the processes."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tfla", "torch.distributed.tensor", "process_pool"])
+        context = forked_by_server()
         # The store listens here from the beginning, on a port that nothing else can take in the meantime.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []

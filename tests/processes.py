@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import socket
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from garbage import collect_seldom
+
+PRELOADED = [
+    "torch._dynamo", "tfla.distributed.parallel_model", "tfla.train.distributed_checkpoint", "tfla.train.loop",
+    "safetensors.torch", "process_pool",
+]  # fmt: skip
+
+
+def forked_by_server() -> Any:
+    """Return the way to start processes that a server forks, which imports PyTorch once for all of a session."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start(count: int, function: Callable[..., None], *args: Any) -> None:
+    """Call ``function(rank, *args)`` on ``count`` new processes, and raise here what any of them raises."""
+    forked_by_server()
+    mp.start_processes(function, args, nprocs=count, start_method="forkserver")
 
 
 def run_on_processes(count: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -22,11 +42,12 @@ def run_on_processes(count: int, function: Callable[..., Any], *args: Any) -> An
     An exception of any process is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, (count, folder, function, args), nprocs=count)
+        start(count, _process, count, folder, function, args)
         return torch.load(Path(folder) / "result.pt", weights_only=False)
 
 
 def _process(rank: int, count: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    collect_seldom()
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120))

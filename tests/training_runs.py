@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from processes import free_ports
+from processes import free_ports, start
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel
@@ -63,7 +62,7 @@ def copy_run(source: Path, target: Path, step: int) -> Path:
 
 def run_jobs(count: int, jobs: list[Job], folder: Path) -> None:
     """Train all jobs on ``count`` processes. Errors are written to files: error-0, error-1 and so on."""
-    mp.spawn(_run_jobs, (count, jobs, free_ports(len(jobs)), folder), nprocs=count)
+    start(count, _run_jobs, count, jobs, free_ports(len(jobs)), folder)
 
 
 def _run_jobs(rank: int, count: int, jobs: list[Job], ports: list[int], folder: Path) -> None:

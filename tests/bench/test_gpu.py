@@ -16,7 +16,7 @@ from tfla.bench.entries import Entry
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Suite
 from tfla.bench.worker import serve
-from tfla.bench.worker_pool import WorkerDied
+from tfla.bench.worker_pool import Worker, WorkerDied
 from tfla.measure import operator
 from tfla.measure.errors import describe_error
 from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
@@ -181,6 +181,15 @@ def test_the_kernel_that_the_library_picks_is_not_timed_twice():
     assert run.repeats(named)
     run.defaults["tfla mLSTMsig"] = {"triton fused", "chunkwise segmented"}
     assert not run.repeats(named)
+
+
+def test_a_process_that_ends_while_it_is_killed_is_no_error(monkeypatch):
+    """While another thread waits for a process, poll says that it runs, even if that thread has just seen its end."""
+    worker = Worker()
+    worker.kill()
+    worker._process.wait()
+    monkeypatch.setattr(worker._process, "poll", lambda: None)
+    worker.stop()
 
 
 def test_implementations_that_fill_the_device_do_not_compile_side_by_side(monkeypatch):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import free_ports
+from processes import free_ports, start
 
 from tfla._util.errors import UserError
 from tfla.train.config import Parallel
@@ -37,7 +36,7 @@ def _fail(rank: int, failing: int, port: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_every_process_says_which_one_has_failed(failing: int, tmp_path: Path) -> None:
-    mp.spawn(_fail, (failing, free_ports(1)[0], tmp_path), nprocs=PROCESSES)
+    start(PROCESSES, _fail, failing, free_ports(1)[0], tmp_path)
     for rank in range(PROCESSES):
         reason = f"process {rank} stops, because process {failing} has failed: the disk is full; {LAST_GOOD}"
         expected = "the disk is full" if rank == failing else reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_alone
+from processes import forked_by_server, run_alone
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -110,11 +109,7 @@ def save_steps(folder: Path, ranks: Ranks, model: LanguageModel, adamw: torch.op
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
     """A server of processes that have imported all of this already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tfla.distributed.parallel_model", "tfla.train.distributed_checkpoint", "tfla.train.loop", "safetensors.torch"]
-    )
-    return context
+    return forked_by_server()
 
 
 def run(server: Any, folder: Path, victim: int | None = None, at: int | None = None) -> list[int]:

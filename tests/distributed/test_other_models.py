@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from processes import free_ports
+from processes import free_ports, start
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -94,7 +93,7 @@ def _run(rank: int, ports: list[int], target: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("transformers")
     target = tmp_path_factory.mktemp("found") / "found.pt"
-    mp.spawn(_run, (free_ports(len(LAYOUTS) + 1), target), nprocs=2)
+    start(2, _run, free_ports(len(LAYOUTS) + 1), target)
     return torch.load(target, weights_only=False)
 
 

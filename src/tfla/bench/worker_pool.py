@@ -80,7 +80,8 @@ class Worker:
         """Kill the process and all processes that it started; a job in another thread then ends with WorkerDied."""
         if self._process.poll() is None:
             if os.name == "posix":  # the process leads a session of its own
-                os.killpg(self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # poll is None, too, while another thread waits for it
+                    os.killpg(self._process.pid, signal.SIGKILL)
             else:
                 self._process.kill()
 
