@@ -206,7 +206,8 @@ def _with_states(layers: tuple[str, ...], count: int) -> tuple[Any, Any, Any]:
         _, model = models(Path(folder), layers=layers)
     graph, weights = nnx.split(model)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    _, state = model(jnp.asarray(ids()).reshape(-1, 6)[:count], model.initial_state(count), return_state=True)
+    read = nnx.jit(lambda model, x: model(x, model.initial_state(count), return_state=True)[1])
+    state = read(model, jnp.asarray(ids()).reshape(-1, 6)[:count])
     state = jax.tree.map(
         lambda t: t + jnp.arange(count, dtype=t.dtype) if t.ndim == 1 else t, state
     )  # positions differ
