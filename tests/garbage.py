@@ -6,10 +6,10 @@ import gc
 
 
 def collect_seldom() -> None:
-    """Collect garbage after fifty thousand new objects, not seven hundred, and never visit those that are there now.
+    """Collect garbage after ten thousand new objects, not seven hundred, and never visit those that are there now.
 
     These are mostly modules and collected tests, close to a million objects that live to the end.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(10_000, 10, 10)

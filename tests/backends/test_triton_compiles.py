@@ -100,11 +100,13 @@ CASES = {
 }
 # Compiled for Hopper alone, to save time.
 HOPPER = (
+    "exp,512,512,bfloat16",
+    "sigmoid,64,64,float32,packed",
     "deltanet,128,256,bfloat16",
     "comba,13,35,bfloat16,state",
     "gdn,256,256,bfloat16,packed,state,strided",
 )
-AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
+AMD = ("exp,128,256,bfloat16", "exp,128,256,float32")
 # A form is compiled for Hopper and for one of these in turn; those of EVERYWHERE, or for a record, for all.
 IN_TURN = ("sm_80", "sm_120", "sm_89", "sm_100")
 EVERYWHERE = (
