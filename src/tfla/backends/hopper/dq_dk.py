@@ -18,7 +18,8 @@ dk, P of (T1) for o and P'^T of (T11) for dv:
     (2)   the stage of tile n - 1 is empty           its output has left shared memory
     (3)   wait for both halves of P
     (4)   d <- a * (z n) + P 1;  1 / max(|d|, ...)   (L), only with FUSE_NORMALIZER, (T3)
-    (5)   out^T <- out^T + x^T P^T                   (64, L), second term of (T9), (T10), (T2), (T11)
+    (5)   out^T <- out^T + x^T P^T                   (64, L), second term of (T9), (T10), (T2), (T11); with
+                                                     FUSE_NORMALIZER then divided by max(|d|, exp(-m)), (T4)
     (6)   C <- g C + (x * u)^T y                     (64, WIDTH) = (64, L) (L, WIDTH), (T5), (T12)
     (7)   w . out, summed over 64 rows               (L), for the store warp: q . dq or k . dk of (B5)
     (8)   dn <- dn + decay w^T (a * delta)           (64), what a segment adds to dn, (T13), only for dq of segments
@@ -589,7 +590,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     # (6) C <- g C + (x * u)^T y
     C0, C1, B = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
     out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
-    if config.FUSE_NORMALIZER:
+    if config.FUSE_NORMALIZER:  # the division of (5)
         out = normalizer.divide_by_denominators(out, shared, half)
     if config.RESULT == GATE_SUMS:
         # (7) w . out, summed over the consumer's rows
