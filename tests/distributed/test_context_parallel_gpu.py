@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,21 +73,30 @@ def test_delta_rule(gpus: Pool, model: str, dims: tuple[int, int], order: str, p
     check_beside_terms(p, every)
 
 
+def check_repeats(pool: Pool, solve: Callable[..., dict[str, torch.Tensor]], order: str, **arguments: Any) -> None:
+    """Check that both processes get the same bits in three calls."""
+    common = {"order": order, "lengths": LAYOUTS[order], "share": 0.5, "dtype": torch.bfloat16, "device": "cuda"}
+    runs = [pool.run(2, solve, **common, **arguments) for _ in range(3)]
+    for first, *others in zip(*runs, strict=True):
+        assert all(torch.equal(x, other[name]) for other in others for name, x in first.items())
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("order", LAYOUTS)
 @pytest.mark.parametrize("model", ["gdn", "kda"])
 def test_the_delta_rule_repeats_bit_for_bit(gpus: Pool, model: str, order: str, packed: bool) -> None:
     sizes: dict[str, Any] = {"lengths": (100, 0, 300, 144)} if packed else {"T": 544, "B": 2}
-    chosen = {"model": model, "H": 4, "Hq": 2, "K": 64, "V": 64, **sizes}
-    runs = [
-        gpus.run(
-            2, solve_delta_part, given=chosen, order=order, lengths=LAYOUTS[order], share=0.5, dtype=torch.bfloat16,
-            device="cuda",
-        )
-        for _ in range(3)
-    ]  # fmt: skip
-    for first, *others in zip(*runs, strict=True):
-        assert all(torch.equal(x, other[name]) for other in others for name, x in first.items())
+    check_repeats(gpus, solve_delta_part, order, given={"model": model, "H": 4, "Hq": 2, "K": 64, "V": 64, **sizes})
+
+
+@pytest.mark.parametrize(("packed", "chunk_size"), [(False, None), (False, 64), (True, None)])
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_results_repeat_bit_for_bit(gpus: Pool, form: str, order: str, packed: bool, chunk_size: int | None) -> None:
+    sizes: dict[str, Any] = {"lengths": (100, 0, 300, 144)} if packed else {"T": 544, "B": 2}
+    chosen = {"form": form, "H": 4, "Hq": 2, "K": 128, "V": 128, **sizes}
+    m = truth_m(problem(**chosen, dtype=torch.bfloat16))
+    check_repeats(gpus, solve_part, order, given=chosen, m=m, backend=None, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("order", LAYOUTS)

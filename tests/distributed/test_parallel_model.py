@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from processes import run_on_processes
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tfla.distributed import parallelize
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.pretrained import load_alone
 from tfla.train.ranks import Ranks
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -247,6 +249,27 @@ def test_a_distributed_model_is_saved_whole(computed: object, folder: Path) -> N
     saved, expected = LanguageModel.from_pretrained(folder).state_dict(), make_model(torch.float32).state_dict()
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], x) for name, x in expected.items())
+
+
+def _rows_of_a_vocabulary(folder: Path) -> dict[str, bool]:
+    """Return whether gathered and loaded weights are those of the model; runs on six processes."""
+    fields = {"d_model": 24, "vocab_size": 31}
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = parallelize(make_model(torch.float32, **fields), mesh)
+    expected = make_model(torch.float32, **fields).state_dict()
+    gathered = {name: torch.equal(whole(p), expected[name]) for name, p in model.state_dict().items()}
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dist.barrier()
+    loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
+    load_alone({"model": loaded}, folder)
+    return {name: found and torch.equal(loaded[name], expected[name]) for name, found in gathered.items()}
+
+
+def test_a_vocabulary_that_is_divided_twice_is_gathered_and_saved(tmp_path: Path) -> None:
+    """31 rows are 16 and 15 by tensor parallelism, and FSDP2 divides each of these by three once more."""
+    found = run_on_processes(6, _rows_of_a_vocabulary, tmp_path)
+    assert len(found) > 20
+    assert all(found.values()), [name for name, right in found.items() if not right]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,10 @@ def test_a_run_continues_bit_for_bit_in_the_same_layout(runs: Path, name: str) -
 
 def test_one_process_continues_a_run_of_four(runs: Path) -> None:
     copy_run(runs / "tp", runs / "tp-one", 2)
-    train(make_config(runs, "tp-one", threads=1))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        train(make_config(runs, "tp-one", threads=1))
+    assert not [str(w.message) for w in shown if "torch.distributed" in str(w.message)]
     for key, values in curve(runs / "one").items():
         assert curve(runs / "tp-one")[key] == pytest.approx(values, rel=1e-4), key
     assert (runs / "tp-one" / "checkpoints" / "step-00000006" / "model.safetensors").is_file()
@@ -182,7 +186,9 @@ def test_a_checkpoint_of_four_processes_is_read_on_one_device(runs: Path, tmp_pa
     checkpoint = latest_checkpoint(runs / "tp" / "checkpoints")
     assert checkpoint is not None
     assert sorted(path.suffix for path in checkpoint.glob("__*")) == [".distcp"] * PROCESSES
-    model = LanguageModel.from_pretrained(checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # users have asked for one device, and need not hear of it
+        model = LanguageModel.from_pretrained(checkpoint)
     model.save_pretrained(tmp_path)
     same = LanguageModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(x, same[name]) for name, x in model.state_dict().items())
@@ -255,6 +261,12 @@ def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, mes
         ),
         ({"tp": 2}, {"parallel": Parallel(prefetch=1)}, "parallel.prefetch: got 1, expected None where no processes"),
         ({"tp": 4}, {}, "parallel: mesh: got tp of size 4, expected a divisor of the 2 heads"),
+        (
+            {"dp_shard": 3, "tp": 2},
+            {"batch_size": 6},
+            "dp_shard x cp of size 3 with tp of size 2, expected a divisor of the width, 32, where tp does not divide "
+            "the vocabulary, 257",
+        ),
     ],
 )
 def test_runs_that_cannot_be_divided_are_named(

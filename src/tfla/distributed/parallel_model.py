@@ -135,7 +135,8 @@ def parallelize(
         for group in groups:
             # FSDP2 gathers before the first module of a group, and frees after the last one.
             fully_shard(group, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        at = _dimension_for_shards(sizes)
+        fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=at)
         if prefetch is not None:
             _prefetch(model, [group[0] for group in groups], prefetch)
         model.register_forward_hook(_reshard_without_backward)
@@ -251,6 +252,13 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
             raise ValueError(
                 f"mesh: got tp of size {tp}, expected a divisor of the SwiGLU's width, {ffn.down_proj.in_features}"
             )
+    for whole in _modules(model, LanguageModel):
+        width, vocab, shards = whole.config.d_model, whole.config.vocab_size, _shards(sizes)
+        if vocab % tp and width % shards:
+            raise ValueError(
+                f"mesh: got dp_shard x cp of size {shards} with tp of size {tp}, expected a divisor of the width, "
+                f"{width}, where tp does not divide the vocabulary, {vocab}"
+            )
     names = {name for name, _ in model.named_modules()}
     unknown = sorted(set(tp_plan or {}) - names)
     if unknown:
@@ -296,6 +304,27 @@ def _data_mesh(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
     return mesh["dp_replicate", "dp_shard_cp"]  # PyTorch before 2.10
+
+
+def _dimension_for_shards(sizes: dict[str, int]) -> Callable[[nn.Parameter], Shard | None]:
+    """Return the function by which FSDP2 chooses the dimension of a parameter that it divides; None is the first one.
+
+    Where `tp` divides rows unevenly, as those of a vocabulary, and FSDP2 divides them once more, PyTorch 2.13 does not
+    compute which rows a process has, and its checkpoints cannot be written. FSDP2 then divides columns.
+    """
+    tp, shards = sizes.get("tp", 1), _shards(sizes)
+
+    def choose(parameter: nn.Parameter) -> Shard | None:
+        if not isinstance(parameter, DTensor) or parameter.dim() < 2 or not parameter.placements[0].is_shard(0):
+            return None
+        return Shard(1) if parameter.shape[0] % tp and parameter.shape[1] % shards == 0 else None
+
+    return choose
+
+
+def _shards(sizes: dict[str, int]) -> int:
+    """Return the number of processes among which FSDP2 divides a parameter."""
+    return sizes.get("dp_shard", 1) * sizes.get("cp", 1)
 
 
 def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, ParallelStyle]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,12 +116,22 @@ def read_weights(path: Path, device: torch.device | str | None) -> dict[str, Ten
             for name, entry in entries.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
-        dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(path.parent), no_dist=True)
+        load_alone({"model": tensors}, path.parent)
     except BaseException as error:  # a CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ValueError(f"{path.parent}: not a complete checkpoint: {error}") from error
     return tensors
+
+
+def load_alone(state: dict[str, Any], folder: Path) -> None:
+    """Load a checkpoint that several processes have written into the tensors of ``state``, by this process alone."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        # PyTorch 2.13 warns that it assumes a single process also where it is told so.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
 def build_model(

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tfla.nn.pretrained import load_alone
+
 
 def start_saving(folder: Path, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> Future[Any]:
     """Copy this process's part of a checkpoint into main memory, and start to write it to an empty folder.
@@ -40,7 +42,10 @@ def start_saving(folder: Path, model: nn.Module, optimizer: Optimizer, group: di
 def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Load a checkpoint that any number of processes have written, on any number of processes."""
     state = _state(model, optimizer)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+    if dist.is_initialized():
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    else:
+        load_alone(state, folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
