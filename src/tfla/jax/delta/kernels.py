@@ -93,12 +93,19 @@ def unsupported(backend: str, gpu: GPU, given: Signature, read_before_decay: boo
     return launches.descriptors_unsupported() if reason is None and gpu.architecture == 90 else reason
 
 
+@functools.lru_cache(256)
+def _kernel_signature(spec: DeltaSpec, given: Signature) -> Signature:
+    """Return shapes and dtypes of the arrays that kernels read, from those of a checked call."""
+    x = DeltaArrays._make(None if t is None else jax.ShapeDtypeStruct(*t) for t in given)
+    return signature(jax.eval_shape(functools.partial(arrays_of, spec), x))
+
+
 def reasons(spec: DeltaSpec, x: DeltaArrays) -> dict[str, str | None]:
     """Return for each backend with kernels why it does not run a checked call here, or None where it does."""
     gpu = present_gpu()
     if gpu is None:
         return dict.fromkeys(BACKENDS, "it needs an NVIDIA GPU, JAX has none")
-    given = signature(jax.eval_shape(functools.partial(arrays_of, spec), x))
+    given = _kernel_signature(spec, signature(x))
     found = {name: unsupported(name, gpu, given, spec.rule.read_before_decay) for name in BACKENDS}
     return found if spec.axis is None else {name: reason or PACKED_ALONE for name, reason in found.items()}
 
@@ -357,7 +364,7 @@ def with_kernel(spec: DeltaSpec, x: DeltaArrays, kernel: str | None, chunk_size:
     from tfla.backends.gpu import runtime
     from tfla.backends.gpu.planning import planning
 
-    inputs = _torch_inputs(signature(jax.eval_shape(functools.partial(arrays_of, spec), x)))
+    inputs = _torch_inputs(_kernel_signature(spec, signature(x)))
     with planning(runtime.PlannedGPU(*gpu)):
         name, steps = choose_kernel(
             DELTA_BACKENDS[spec.backend], inputs, spec.rule.read_before_decay, kernel, chunk_size
@@ -371,7 +378,7 @@ def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int,
     from tfla.backends.gpu import runtime
     from tfla.backends.gpu.planning import planning
 
-    inputs = _torch_inputs(signature(jax.eval_shape(functools.partial(arrays_of, spec), x)))
+    inputs = _torch_inputs(_kernel_signature(spec, signature(x)))
     backend, options = DELTA_BACKENDS[kernels.backend], kernels.options
     with planning(runtime.PlannedGPU(*kernels.gpu)):
         saved = backend.saved(inputs, options.correct, options.chunk_size, options.kernel)
