@@ -95,9 +95,9 @@ def run_load_warp(K, K_low, DO, E, P, low_row, shared, params, config):
     L: gl.constexpr = config.L
     keys: gl.constexpr = (2 if config.SPLIT else 1) * K.block_type.nbytes
     nbytes: gl.constexpr = keys + (4 if config.DOTS else 2) * DO.block_type.nbytes + P.block_type.nbytes
-    column = gl.program_id(1) * COLUMNS
+    column = gl.program_id(0) * COLUMNS
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, True)
@@ -131,7 +131,7 @@ def run_read_warp(Q, R, X, shared, params, config):
     L: gl.constexpr = config.L
     of_errors: gl.constexpr = R.block_type.nbytes + X.block_type.nbytes if config.CORRECT else 0
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, True)
@@ -364,7 +364,7 @@ def launch(
     """
     base = scheduler.launch(ctx.base)
     grid = channel_states.grid(ctx)
-    cotangents, dots = ctx.new_tile_states(), ctx.new_dots(grid[1])
+    cotangents, dots = ctx.new_tile_states(), ctx.new_dots(grid[0])
     decays, of_dh = operands.decays, channel_states.values_descriptor(ctx, dh)
     base.launch(channel_dv_kernel, grid,
         channel_states.keys_descriptor(ctx, operands.q), channel_states.keys_descriptor(ctx, operands.r, of_dh),

@@ -207,9 +207,9 @@ def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
     L: gl.constexpr = config.L
     TENSORS: gl.constexpr = 3 if config.CORRECT else 2
     nbytes: gl.constexpr = TENSORS * E.block_type.nbytes + 4 * states.block_type.nbytes
-    channel = gl.program_id(1) * CHANNELS
+    channel = gl.program_id(0) * CHANNELS
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         if load_taken(index, tiles, params, L) != 0:
             tile = locate(index, tiles, params, L)
             row = scheduler.row_of_whole(tile.b, params)
@@ -248,10 +248,10 @@ def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
         config: Constants.
     """
     L: gl.constexpr = config.L
-    channel = gl.program_id(1) * CHANNELS
+    channel = gl.program_id(0) * CHANNELS
     r = gl.arange(0, L, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         if load_taken(index, tiles, params, L) != 0:
             tile = locate(index, tiles, params, L)
             # Loads that other tiles' work hides
@@ -280,8 +280,8 @@ def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
                 pipeline.async_load(K, at, bar, shared.k.index(2 * s + half))
             if config.DOTS > 0:  # noqa: SIM102  it is known when the kernel is compiled
                 if tiny == 0:
-                    found = gl.where(gl.program_id(1) == 0, by_errors / gl.where(r < tile.steps, beta, 1.0), 0.0)
-                    part = gl.program_id(1) * (CHANNELS // 32)
+                    found = gl.where(gl.program_id(0) == 0, by_errors / gl.where(r < tile.steps, beta, 1.0), 0.0)
+                    part = gl.program_id(0) * (CHANNELS // 32)
                     store_parts(found, part, CHANNELS // 32, tile, r, r < tile.steps, gmem, params, config)
             n += 1
 
@@ -481,7 +481,7 @@ def store_write_gradient(products, s, tile, gmem, shared, params, half: gl.const
     mma.store_partial_sums(products, sums, 0, L)
     found = sums.slice(0, L, 0).load(layout) + sums.slice(L, L, 0).load(layout)
     found += sums.slice(2 * L, L, 0).load(layout) + sums.slice(3 * L, L, 0).load(layout)
-    part = gl.program_id(1) * (CHANNELS // 32) + 2 * half
+    part = gl.program_id(0) * (CHANNELS // 32) + 2 * half
     if config.DOTS > 0:
         beta = shared.beta.index(s).load(layout)
         by_errors = load_dots(tile, r, (r < tile.steps) & (part == 0), gmem, params, config)
@@ -663,7 +663,7 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     dg = add_split_products(dg, A, A_low, shared.before)
     gates = load_transposed(g, L)
     tile = load_tile(s, shared)
-    column = gl.program_id(1) * CHANNELS + half * 64
+    column = gl.program_id(0) * CHANNELS + half * 64
     row = scheduler.row_of_whole(tile.b, params)
     at = scheduler.tile_coordinates(row, tile.h, tile.start, column, tile.end, params)
     fence_async_shared()
@@ -707,7 +707,7 @@ def channel_gradients_kernel(
     PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
     SLICED: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of tiles that need no levels. The grid is (programs, dqk / CHANNELS).
+    """Compute the gradients of tiles that need no levels. The grid is (dqk / CHANNELS, programs).
 
     Args:
         Q, K, G: TMA descriptors of the queries, keys and log-gates, in tiles (L, 64).
@@ -846,7 +846,7 @@ def launch(
     columns, stages = 32, 3 if ctx.spec.correct or x.beta is not None else 4
     # With two, the ring alone orders the stores of S_q and S_r after the tile before, see the docstring of the module.
     key_stages = 2 if short and ceil_div(base.V, columns) > stages else 1
-    base.launch(channel_gradients_kernel, (programs, blocks),
+    base.launch(channel_gradients_kernel, (blocks, programs),
         host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, ctx.log_f, 64),
         host.descriptor(base, E, columns), host.descriptor(base, dh, columns), host.descriptor(base, dv, columns),
         _state_descriptor(ctx, states, columns), _state_descriptor(ctx, cotangents, columns),

@@ -93,9 +93,9 @@ def run_load_warp(Q, R, V, P, X, shared, params, config):
     of_output: gl.constexpr = Q.block_type.nbytes + P.block_type.nbytes if config.OUTPUT else 0
     of_errors: gl.constexpr = R.block_type.nbytes + X.block_type.nbytes if config.CORRECT else 0
     nbytes: gl.constexpr = 2 * V.block_type.nbytes + of_output + of_errors
-    column = gl.program_id(1) * COLUMNS
+    column = gl.program_id(0) * COLUMNS
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
@@ -132,7 +132,7 @@ def run_key_warp(K, K_low, low_row, shared, params, config):
     L: gl.constexpr = config.L
     nbytes: gl.constexpr = (2 if config.SPLIT else 1) * K.block_type.nbytes
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, False)

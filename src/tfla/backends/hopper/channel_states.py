@@ -86,7 +86,7 @@ def run_decay_warp(decays, vectors, full, empty, params, tiles_per_head, config)
     WIDTH: gl.constexpr = config.BLOCKS * ROWS
     c = gl.arange(0, WIDTH, gl.BlockedLayout([WIDTH // 32], [32], [1], [0]))
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         _b, h, _start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
         tiles = (steps + L - 1) // L
         first = decays + (h.to(gl.int64) * tiles_per_head + first_tile) * config.DK
@@ -207,9 +207,9 @@ def run_tiles(process_tile: gl.constexpr, half: gl.constexpr, gmem, shared, para
         config: Constants.
     """
     L: gl.constexpr = config.L
-    ids = ConsumerIds(column=gl.program_id(1) * COLUMNS + half * 64)
+    ids = ConsumerIds(column=gl.program_id(0) * COLUMNS + half * 64)
     n = gl.to_tensor(0)
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False, True)
         C0, C1 = load_states(index, ids, gmem, params, config)

@@ -85,8 +85,8 @@ def run_load_warp(K, V, X, shared, params, group_size, config):
     L: gl.constexpr = config.L
     nbytes: gl.constexpr = K.block_type.nbytes + 2 * V.block_type.nbytes + X.block_type.nbytes
     n = 0
-    column = gl.program_id(1) * COLUMNS
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    column = gl.program_id(0) * COLUMNS
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, delta_tiles.count_tiles(index, steps, params, config)):
             t = start + i * L
@@ -192,11 +192,11 @@ def store_end(C, index, column, gmem, params, config):
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
-    column = gl.program_id(1) * COLUMNS + half * 64
+    column = gl.program_id(0) * COLUMNS + half * 64
     s = 0
     phase = 0
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         _b, _h, _start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         C = load_start(index, column, gmem, params, config)
         for _step in range(0, delta_tiles.count_tiles(index, steps, params, config)):
@@ -216,7 +216,7 @@ def delta_action_kernel(
 ):  # fmt: skip
     """Compute S and A of sequences, or of the segments that sequences are cut into.
 
-    The grid is (programs, dhv / 128 + 1), the last ones for A. What is never read is not computed: S of the last
+    The grid is (dhv / 128 + 1, programs), the last ones for A. What is never read is not computed: S of the last
     segment of a sequence, A of the first one, and without LAST that of the last one. With WHOLE each sequence is one
     segment, of which both are computed. Tensors that the constants say are not used may be any.
 

@@ -52,7 +52,7 @@ def channel_kernels(ctx: ChannelContext) -> ChannelKernels:
     )
     if not channel_states.supports(ctx):
         return kernels
-    return kernels._replace(h=channel_h.launch, dv=channel_dv.launch, programs=channel_states.grid(ctx)[1])
+    return kernels._replace(h=channel_h.launch, dv=channel_dv.launch, programs=channel_states.grid(ctx)[0])
 
 
 def forward_kernels() -> ForwardKernels:

@@ -121,7 +121,7 @@ def run_load_warp(Q, K, E, DO, DV, shared, params, group_size, config):
     """
     L: gl.constexpr = config.L
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
@@ -338,7 +338,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     ids = delta_tiles.fragment_ids(half, config)
     pipe_state = pipeline.PipelineState(0, 0, 0)
     prepare_first_tile(ids, gmem, shared, half, config)
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
         work_tile = WorkTile(b=b, h=h, start=start, steps=steps)

@@ -138,7 +138,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
     L: gl.constexpr = config.L
     values: gl.constexpr = 2 * DO.block_type.nbytes + 2 * E.block_type.nbytes
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, True)
@@ -350,7 +350,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     S = warpgroup_mma_wait(0, deps=[delta_tiles.issue_scores(shared, 0, half, config)])
     weights = delta_tiles.load_scaled_decays(gmem, shared, 0, half, config)
     store_scores(S, weights, ids, shared, half, config)
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
         work_tile = WorkTile(b=b, h=h, start=start, steps=steps)

@@ -103,8 +103,8 @@ def run_load_warp(Q, K, V, X, shared, params, group_size, config):
     L: gl.constexpr = config.L
     nbytes: gl.constexpr = Q.block_type.nbytes + K.block_type.nbytes + 2 * V.block_type.nbytes + X.block_type.nbytes
     n = 0
-    column = gl.program_id(1) * COLUMNS
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    column = gl.program_id(0) * COLUMNS
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, False)
@@ -227,7 +227,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     D = load_weights(shared, 0, half, config)  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
     delta_tiles.store_scores(S, D, 0, ids, shared, half, config)
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
         C = delta_tiles.load_state(index, ids, gmem, params, config)

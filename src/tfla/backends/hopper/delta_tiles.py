@@ -87,7 +87,7 @@ def fragment_ids(half: gl.constexpr, config, column: gl.constexpr = 0):
     L: gl.constexpr = config.L
     i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
-    return FragmentIds(i=i, j=j, column=gl.program_id(1) * COLUMNS + (column + half * 64))
+    return FragmentIds(i=i, j=j, column=gl.program_id(0) * COLUMNS + (column + half * 64))
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def count_tiles(index, steps, params, config):
     else:
         place = scheduler.state_index(index, params) // params.H % params.segments
         is_last = place + 1 == params.segments
-        adds = gl.program_id(1) * COLUMNS < config.DV
+        adds = gl.program_id(0) * COLUMNS < config.DV
         unread = is_last if adds else (place == 0) | (is_last & (not config.SAVE))
         return gl.where(unread, 0, tiles)
 
@@ -124,7 +124,7 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
     L: gl.constexpr = config.L
     r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
         beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
         beta += gl.to_tensor(start).to(gl.int64) * source.stride_t

@@ -150,7 +150,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
     Q, K, V, DO = tensors
     L: gl.constexpr = config.L
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         end = start + steps
@@ -370,7 +370,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     rows, columns = shared.c.slice(half * HALF, HALF, 0), shared.c.slice(half * HALF, HALF, 1)
     ids = FragmentIds(i=i, j=j, rows=rows, columns=columns)
     n = 0
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         work_tile = dq_dk.get_work_tile(index, params, config)
         C0 = gl.zeros([HALF, HALF], gl.float32, layout)

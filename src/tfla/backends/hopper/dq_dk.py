@@ -233,7 +233,7 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
     L: gl.constexpr = config.L
     n = 0
     row, column = scheduler.state_block(config.NUM_SPLITS, Y.block_type.shape[-1])
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
@@ -300,7 +300,7 @@ def store_final_state(acc, index, ids, gmem, params, config):
         gl.store(gmem.n_out + at.to(gl.int64) * config.DX + ids.rk, acc.n, mask=ids.has_n)
     if config.FUSE_NORMALIZER:
         n_out = gmem.n_out + at.to(gl.int64) * config.DY + ids.rn
-        first = ids.rn * 0 + gl.program_id(1) == 0  # all programs of a head have the same n
+        first = ids.rn * 0 + gl.program_id(0) == 0  # all programs of a head have the same n
         gl.store(n_out, gl.sum(acc.N0, 1), mask=first)
         gl.store(n_out + 64, gl.sum(acc.N1, 1), mask=first)
 
@@ -399,7 +399,7 @@ def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config
         n_checkpoint = gl.load(gmem.n_checkpoints + checkpoint * config.DX + ids.rk, mask=ids.has_n, other=0.0)
         dot += gl.convert_layout(acc.n * n_checkpoint, gl.SliceLayout(1, layout), assert_trivial=True)
     warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
-    at = gmem.dots + (checkpoint * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
+    at = gmem.dots + (checkpoint * gl.num_programs(0) + gl.program_id(0)) * 8 + half * 4
     gl.store(at + gl.arange(0, 4, warps.type.layout), warps)
 
 
@@ -630,8 +630,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     of_p: gl.constexpr = mma.accumulator_layout(L // 2)
     i = gl.arange(0, L, gl.SliceLayout(1, of_p))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
-    row = gl.program_id(1) // config.NUM_SPLITS * 128 + half * 64
-    split = gl.program_id(1) % config.NUM_SPLITS
+    row = gl.program_id(0) // config.NUM_SPLITS * 128 + half * 64
+    split = gl.program_id(0) % config.NUM_SPLITS
     rk = row + gl.arange(0, 64, gl.SliceLayout(1, mma.accumulator_layout(L)))
     ids = FragmentIds(
         i=i,
@@ -655,7 +655,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         S = warpgroup_mma_wait(0, deps=[S])
     store_scores(S, load_gate_matrix(shared, 0, half, config), R, shared, 0, 0, ids, half, config)
     initial_n_phase = 0
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         work_tile = get_work_tile(index, params, config)
         acc = load_initial_state(index, ids, gmem, params, config)

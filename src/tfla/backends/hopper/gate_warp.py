@@ -129,7 +129,7 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
     n = warp_index  # iterations before the current one, over all work tiles
     before = 0  # iterations of the work tiles before this one
     num_work_tiles = params.num_work_tiles if warp_index < GATE_WARPS else 0
-    for index in range(gl.program_id(0), num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         first = n - before
@@ -173,7 +173,7 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
                 if buffers.same is not None:
                     buffers.same.index(at).store(same)
             elif config.EXTRA is not None:
-                has_extra = r * 0 + gl.program_id(1) % config.NUM_SPLITS == 0
+                has_extra = r * 0 + gl.program_id(0) % config.NUM_SPLITS == 0
                 extra = source.vectors + tile * (VECTORS * L) + config.EXTRA * L + r
                 buffers.extra.index(at).store(gl.load(extra, mask=has_extra, other=0.0))
             store_update_weights(inter if config.REVERSE else update, buffers, at, L)

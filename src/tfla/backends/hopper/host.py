@@ -20,7 +20,7 @@ STATE_ROWS = 128
 MAX_STATE_COLUMNS = 256
 UNBOUNDED = 0x7FFF0000  # extent of a dimension of a TMA descriptor that no coordinate reaches
 CONSUMER_WARPS = 8  # consumer warps of a program, each of which stores a part of <C, dC>
-MAX_PROGRAMS_PER_SM = 4  # with packed sequences, so that a multiprocessor that finishes early takes another program
+MAX_PROGRAMS_PER_SM = 8  # with packed sequences, so that a multiprocessor that finishes early takes another program
 
 
 def num_splits(columns: int) -> int:
@@ -57,8 +57,11 @@ def num_programs(ctx: LaunchContext, count: int, shared_by: int) -> int:
 
 
 def grid(ctx: LaunchContext, shared_by: int) -> tuple[int, int]:
-    """Return the grid of a kernel whose work tiles are each shared by `shared_by` programs."""
-    return num_programs(ctx, ctx.segments * ctx.H, shared_by), shared_by
+    """Return the grid of a kernel whose work tiles are each shared by `shared_by` programs, which are its axis 0.
+
+    Multiprocessors take programs along axis 0 first, so that long work tiles, which come first, are started first.
+    """
+    return shared_by, num_programs(ctx, ctx.segments * ctx.H, shared_by)
 
 
 def descriptor_factory(descriptor: TensorDescriptor) -> Callable[[Tensor], TensorDescriptor | EncodedDescriptor]:

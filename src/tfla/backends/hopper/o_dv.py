@@ -169,8 +169,8 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
     WIDTH: gl.constexpr = 64 * config.BLOCKS
     each_y: gl.constexpr = 4 if config.COMPUTE_DP_OFFSET else 2
     n = 0
-    column = gl.program_id(1) * (2 * WIDTH)  # the first one of the program
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    column = gl.program_id(0) * (2 * WIDTH)  # the first one of the program
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
@@ -471,7 +471,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
     rk = normalizer.accumulator_rows(half * 64)
-    column = gl.program_id(1) * (128 * config.BLOCKS) + half * (64 * config.BLOCKS)
+    column = gl.program_id(0) * (128 * config.BLOCKS) + half * (64 * config.BLOCKS)
     ids = FragmentIds(i=i, j=j, rk=rk, column=column)
     pipe_state = pipeline.PipelineState(0, 0, 0)
     # (9), (11) and (12) of the first tile, which no earlier tile has done
@@ -487,7 +487,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     pipeline.barrier()
     mbarrier.arrive(shared.ready.index(0), count=1)
     initial_n_phase = 0
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     # The last argument of `get_work_tile` is REMATERIALIZE. Together with `next_work_tile`, in place of a `range`, it
     # keeps the scheduler's numbers out of the registers that the tiles need.
     while index < params.num_work_tiles:

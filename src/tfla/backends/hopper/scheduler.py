@@ -1,10 +1,11 @@
 """The scheduler: which work tile a program takes next, and where a tile lies in its tensors.
 
 A work tile is what a program computes from an initial to a final state: one head of one sequence, or of one segment of
-a sequence. Programs are persistent: program p of P takes work tiles p, p + P, p + 2 P, ... Work tile `index` is of head
-index % H and of sequence or segment index // H. Packed sequences have different lengths: there the second number counts
-rows of a schedule. A Triton kernel, `schedule_packed`, writes it in a launch of its own, with the longest work first,
-so that no program still has a long work tile when the others are done.
+a sequence. Programs are persistent: program p of P takes work tiles p, p + P, p + 2 P, ... Several may share a work
+tile, with a part of the columns each: these are axis 0 of the grid, and P is the size of axis 1. Work tile `index` is
+of head index % H and of sequence or segment index // H. Packed sequences have different lengths: there the second
+number counts rows of a schedule. A Triton kernel, `schedule_packed`, writes it in a launch of its own, with the longest
+work first, so that no program still has a long work tile when the others are done.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def rematerialize(x):
 @gluon.jit
 def next_work_tile(index):
     """Return the index of the work tile that this program takes after work tile `index`."""
-    return index + rematerialize(gl.num_programs(0))
+    return index + rematerialize(gl.num_programs(1))
 
 
 @gluon.jit
@@ -206,10 +207,10 @@ def num_tiles(index, start, steps, params, L: gl.constexpr, REVERSE: gl.constexp
 def state_block(NUM_SPLITS: gl.constexpr, WIDTH: gl.constexpr):
     """Return the first row and column of this program's block of the state, (128, WIDTH).
 
-    Programs are numbered along axis 1 of the grid: those that share 128 rows, NUM_SPLITS of them, come one after the
+    Programs are numbered along axis 0 of the grid: those that share 128 rows, NUM_SPLITS of them, come one after the
     other.
     """
-    return gl.program_id(1) // NUM_SPLITS * 128, gl.program_id(1) % NUM_SPLITS * WIDTH
+    return gl.program_id(0) // NUM_SPLITS * 128, gl.program_id(0) % NUM_SPLITS * WIDTH
 
 
 @gluon.jit

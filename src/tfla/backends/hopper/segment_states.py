@@ -94,7 +94,7 @@ def run_load_warp(X, Y, shared, params, group_size, config):
     L: gl.constexpr = config.L
     n = 0
     row, column = scheduler.state_block(config.NUM_SPLITS, Y.block_type.shape[-1])
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
@@ -132,14 +132,14 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     L: gl.constexpr = config.L
     WIDTH: gl.constexpr = config.DY // config.NUM_SPLITS
     of_state: gl.constexpr = mma.accumulator_layout(128)
-    row = gl.program_id(1) // config.NUM_SPLITS * 128 + half * 64
-    column = gl.program_id(1) % config.NUM_SPLITS * WIDTH
+    row = gl.program_id(0) // config.NUM_SPLITS * 128 + half * 64
+    column = gl.program_id(0) % config.NUM_SPLITS * WIDTH
     one = gl.arange(0, 1, gl.SliceLayout(0, of_state))
     s = 0
     phase = 0
     mbarrier.wait(shared.full.index(0), 0)
     B, sums = load_left_operand(shared, 0, half, config)
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         _b, _h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
@@ -346,5 +346,5 @@ def _splits_and_grid(ctx: LaunchContext, skip_last: bool) -> tuple[int, tuple[in
     splits, of_rows = host.num_splits(ctx.V), ctx.K // host.STATE_ROWS
     halves = ctx.V // splits == host.MAX_STATE_COLUMNS and not ctx.packed
     if halves and 2 * segments * ctx.H * of_rows * splits <= host.processors(ctx.x.q.device):
-        return 2 * splits, (ctx.segments * ctx.H, of_rows * 2 * splits)
+        return 2 * splits, (of_rows * 2 * splits, ctx.segments * ctx.H)
     return splits, host.grid(ctx, of_rows * splits)

@@ -215,7 +215,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
     v_bytes: gl.constexpr = Y.block_type.nbytes * (2 if config.OUTPUT_K else 1) * HEADS  # y, zv
     n = 0
     num_checkpoints = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
@@ -682,7 +682,7 @@ def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffe
     one = gl.arange(0, 1, gl.SliceLayout(0, mma.accumulator_layout(config.DV)))
     ids = FragmentIds(i=i, j=j, rk=rk, rl=rl, rd=rd, one=one)
     pipe_state = PipelineState(0, 0, 0, 0)
-    index = gl.program_id(0)
+    index = gl.program_id(1)
     while index < params.num_work_tiles:
         b, head_group, start, steps, tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         h = head_group * config.HEADS + head

@@ -179,7 +179,7 @@ def _launch(
     X, Y = host.descriptor(ctx, x, K), host.descriptor(ctx, y, V)
     rest = (sums, d, dots, initial[0], final[0], initial[1], final[1], n_checkpoints, decays)
     work_tiles = ctx.segments * ctx.H // heads
-    ctx.launch(small_head.small_head_kernel, (host.num_programs(ctx, work_tiles, 1),),
+    ctx.launch(small_head.small_head_kernel, (1, host.num_programs(ctx, work_tiles, 1)),
         X, Y, X if zk is None else host.descriptor(ctx, zk, K), Y if zv is None else host.descriptor(ctx, zv, V),
         Y if out_v is None else host.descriptor(ctx, out_v, V), X if out_k is None else host.descriptor(ctx, out_k, K),
         X if of_states is None else of_states, vectors, *ctx.gate_inputs, *(vectors if t is None else t for t in rest),

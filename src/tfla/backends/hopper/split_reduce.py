@@ -37,7 +37,7 @@ def wait_until_written():
     `tma.store_wait` returns earlier, when they have been read from shared memory.
     """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.program_id(1)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -58,16 +58,16 @@ def run_zero_fill_warp(Out, zeros, zero_counts, full, empty, params, config):
     """
     L: gl.constexpr = config.L
     num_partials: gl.constexpr = config.NUM_SPLITS // PAIR  # sums that pairs of programs leave
-    split = gl.program_id(1) % config.NUM_SPLITS
-    row = gl.program_id(1) // config.NUM_SPLITS * 128
-    count = zero_counts + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) // PAIR
+    split = gl.program_id(0) % config.NUM_SPLITS
+    row = gl.program_id(0) // config.NUM_SPLITS * 128
+    count = zero_counts + (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)) // PAIR
     tile = zeros.index(0)
     tile.reshape([L, 64]).store(gl.zeros([L, 64], zeros.dtype, gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])))
     fence_async_shared()
     barrier()
-    zeroed = gl.program_id(0) * 0  # tiles that are known to have zeros
+    zeroed = gl.program_id(1) * 0  # tiles that are known to have zeros
     n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):

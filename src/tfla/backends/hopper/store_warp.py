@@ -81,9 +81,9 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
         L: gl.constexpr = config.L
         r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
         n = 0
-        pending = gl.program_id(0)  # work tile of the next tile to store
+        pending = gl.program_id(1)  # work tile of the next tile to store
         pending_tile = 0  # index of that tile in its work tile
-        for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
             _b, _h, _start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
             for _ in range(0, (steps + L - 1) // L):
                 s, phase = stage_and_phase(n, config.STAGES)
@@ -145,12 +145,12 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     tile = tiles - 1 - i if config.REVERSE else i
     if config.RESULT == DENOMINATORS:
         t = tile * L + r
-        first = r * 0 + gl.program_id(1) == 0  # each program of a head has all of d: one of them stores it
+        first = r * 0 + gl.program_id(0) == 0  # each program of a head has all of d: one of them stores it
         gl.store(out + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
     elif config.RESULT == DV_DOTS:
         t = tile * L + r
         tokens = T if params.schedule is not None else params.num_work_tiles // H * T  # of all batch rows
-        at = (gl.program_id(1) * tokens + b.to(gl.int64) * T + start + t) * H + h
+        at = (gl.program_id(0) * tokens + b.to(gl.int64) * T + start + t) * H + h
         gl.store(out + at, x, mask=t < steps)
     elif config.RESULT == DOTS_AND_WRITES:
         t = tile * L + r
@@ -164,7 +164,7 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
             of_tile = gate_vectors + row * (PAIR_SUMS * L)
             gl.store(of_tile + OTHER_TILES * L + r, add_parts(result, DOT_PARTS, WRITE_PARTS, r))
     else:
-        row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
+        row = (gl.program_id(0) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
         if config.RESULT == SUMS_OF_READERS:
             of_tile = gate_vectors + row * (PAIR_SUMS * L)
             gl.store(out + row * L + r, x)
@@ -179,4 +179,4 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         else:
             gl.store(out + row * L + r, x)
     last = i + 1 == tiles
-    return gl.where(last, index + gl.num_programs(0), index), gl.where(last, 0, i + 1)
+    return gl.where(last, index + gl.num_programs(1), index), gl.where(last, 0, i + 1)
