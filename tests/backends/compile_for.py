@@ -11,7 +11,8 @@ head; with [weighted] gla has input gates, too. Its decoding is "delta_steps" wi
 MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS
 multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are compiled, and with
 [only=NAME+NAME] only those of these names. The short convolution of a layer is the kernel "convolution", with its size,
-the channels and the dtype in place of gate and dims, and [bias] [packed] [state].
+the channels and the dtype in place of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's
+inputs are the kernel "activations", with the activation of the gates, dqk and the dtype, and [channels].
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from wgmma_descriptors import disassemble, unset_descriptors
 
 import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
+from tfla.backends.delta import DeltaInputs
 from tfla.nn import LanguageModel, ModelConfig, fused_step
 from tfla.nn.mixers import fused_convolution
+from tfla.ops import fused_activations
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
 SEGMENT = 128  # steps between stored states of what is segmented
@@ -317,6 +320,16 @@ def short_convolution(size: str, channels: str, dtype: str, *variant: str) -> No
     fused_convolution.convolve(x, weight, bias, first, before).sum().backward()
 
 
+def activations(gate: str, dqk: str, dtype: str, *variant: str) -> None:
+    channels = (int(dqk),) if "channels" in variant else ()
+    q, k, v, f = (torch.randn(1, T, H, *dims, dtype=getattr(torch, dtype), requires_grad=True)
+                  for dims in ((int(dqk),), (int(dqk),), (1,), channels))  # fmt: skip
+    beta, A_log, bias = (torch.randn(*dims, requires_grad=True) for dims in ((1, T, H), (H,), (H, *channels)))
+    x = DeltaInputs(q, k, v, beta, f, None, A_log, bias, None, None)
+    out = fused_activations.activated(x, True, "sigmoid", gate, -5.0)  # type: ignore[arg-type]
+    sum(t.sum() for t in (out.q, out.beta, out.log_f) if t is not None).backward()
+
+
 def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found.clear()
     failure = None
@@ -328,6 +341,8 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             model_step(*rest)
         elif kernel == "convolution":
             short_convolution(*rest)
+        elif kernel == "activations":
+            activations(*rest)
         elif kernel == "delta_steps":
             delta_decoding(backend, *rest)
         elif kernel == "delta":

@@ -97,6 +97,7 @@ CASES = {
         "2,100,float16,state",
         "5,1024,float32,bias,packed,state",
     ],
+    "activations": ["softplus,128,bfloat16", "sigmoid,100,bfloat16,channels"],
 }
 # Compiled for Hopper alone, to save time.
 HOPPER = (

@@ -153,6 +153,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     """An implementation of the operator of the delta rule."""
 
     takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
+    fuses_activations = False  # has kernels for these activations, which the operator launches before eager calls
     clamps_gates = False  # reads log-gates as the caller gives them; for the others the operator clamps them before
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
     read_after_decay: tuple[str, ...] = ()  # the kernels that cannot

@@ -10,7 +10,7 @@ from torch import Tensor
 from tfla._util.caching import CallCache
 from tfla.backends import DELTA_BACKENDS, DeltaBackend, DeltaInputs, select
 from tfla.backends.delta import BetaActivation, DeltaSpec, GateActivation
-from tfla.ops import checks, delta_checks
+from tfla.ops import checks, delta_checks, fused_activations
 from tfla.ops.autocast import autocast
 from tfla.ops.delta_activations import activated
 from tfla.ops.dispatch import Plan, call_signature, check_kernel
@@ -69,6 +69,8 @@ def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaI
     """Return inputs as the backend of a plan reads them, from those of :func:`plan_before_activations`."""
     if found.backend.takes_activations:
         return x
+    if found.backend.fuses_activations and not found.use_dispatcher:
+        return fused_activations.activated(x, *_activations(request))
     return activated_inputs(x, request, clamp_gates=not found.backend.clamps_gates)
 
 
@@ -91,10 +93,12 @@ def plan_before_activations(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
 
 def activated_inputs(x: DeltaInputs, request: DeltaRequest, clamp_gates: bool = True) -> DeltaInputs:
     """Return inputs with the activations of the call applied, and with clamped log-gates."""
-    return activated(
-        x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0,
-        clamp_gates,
-    )  # fmt: skip
+    return activated(x, *_activations(request), clamp_gates)
+
+
+def _activations(request: DeltaRequest) -> tuple[bool, BetaActivation, GateActivation, float]:
+    """Return the options of a call that say how its inputs are activated."""
+    return request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0
 
 
 def _inputs(request: DeltaRequest) -> DeltaInputs:

@@ -1,0 +1,92 @@
+"""The activations of the delta rule's inputs on a GPU, each as one kernel for the forward and one for the backward.
+
+They are those of :mod:`.delta_activations`, for plain eager calls; compilers and transforms take the operations there.
+The kernels and their equations are in :mod:`tfla.backends.triton.activation_kernels`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.backends.delta import BetaActivation, DeltaInputs, GateActivation
+from tfla.ops import delta_activations
+from tfla.ops.delta_activations import EPS
+from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN
+
+LIMITS = LOG_GATE_MIN, LOG_GATE_MAX
+
+
+def activated(
+    x: DeltaInputs, normalize_qk: bool, beta_activation: BetaActivation, gate_activation: GateActivation,
+    lower_bound: float,
+) -> DeltaInputs:  # fmt: skip
+    """Return inputs with the activations applied, like :func:`.delta_activations.activated` without `clamp_gates`.
+
+    The gradients of A_log and dt_bias are sums over float32 numbers of steps, in a fixed order.
+    """
+    q, k, r, beta, log_f = x.q, x.k, x.read_key, x.beta, x.log_f
+    if normalize_qk:
+        q, k, r = _Normalized.apply(q), _Normalized.apply(k), None if r is None else _Normalized.apply(r)
+    if beta is not None and beta_activation != "none":
+        beta = _Gates.apply(beta, None, None, "sigmoid", 2.0 if beta_activation == "2sigmoid" else 1.0)
+    elif beta is not None:
+        beta = delta_activations.write_strength(beta, beta_activation)
+    if log_f is not None and gate_activation != "none":
+        log_f = _Gates.apply(log_f, x.A_log, x.dt_bias, gate_activation, lower_bound)
+    return x._replace(q=q, k=k, read_key=r, beta=beta, log_f=log_f, A_log=None, dt_bias=None)
+
+
+class _Normalized(torch.autograd.Function):
+    """The division of rows by their norms, whose backward keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y: Tensor = _kernels().launch_normalize(x, EPS)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            (dx,) = torch.autograd.grad(delta_activations.normalized(x), (x,), dy, create_graph=True)
+        else:
+            dx = _kernels().launch_normalize_backward(x, dy if dy.stride(-1) == 1 else dy.contiguous(), EPS)
+        return dx
+
+
+class _Gates(torch.autograd.Function):
+    """An activation of gates or of write strengths, whose backward keeps its inputs alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, f: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: GateActivation, bound: float
+    ) -> Tensor:
+        ctx.save_for_backward(f, A_log, dt_bias)
+        ctx.activation, ctx.bound = activation, bound
+        g: Tensor = _kernels().launch_gates(f, A_log, dt_bias, activation == "softplus", bound, LIMITS)
+        return g
+
+    @staticmethod
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
+        f, A_log, dt_bias = given = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are to be differentiated
+            g = delta_activations.log_gate(f, ctx.activation, A_log, dt_bias, ctx.bound)
+            wanted = [t for t in given if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(g, wanted, dg, create_graph=True))
+            return *(next(found) if t is not None and t.requires_grad else None for t in given), None, None
+        of = _kernels().launch_gates_backward(
+            f, A_log, dt_bias, dg.contiguous(), ctx.activation == "softplus", ctx.bound, LIMITS
+        )
+        return *of, None, None
+
+
+def _kernels() -> ModuleType:
+    """Return the module of the kernels, which imports Triton."""
+    from tfla.backends.triton import activation_kernels
+
+    return activation_kernels
