@@ -20,8 +20,8 @@ from tfla.backends.gpu.planning import (
     Fill,
     Gather,
     Launch,
+    LaunchPlan,
     Places,
-    Plan,
     Resize,
     Rows,
     ScaledColumns,
@@ -40,7 +40,7 @@ class InterpretedPlan:
 
     ran: ClassVar[list[str]] = []  # the names of kernels that ran
 
-    def __init__(self, plan: Plan, axis: str | None = None) -> None:
+    def __init__(self, plan: LaunchPlan, axis: str | None = None) -> None:
         self.plan, self.axis = plan, axis
 
     def __call__(self, given: Sequence[Any]) -> list[Any]:

@@ -51,7 +51,7 @@ def _simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(spec: kernels.KernelSpec, given: list[Tensor | None], forward: bool) -> tuple[list[Tensor], list[Launch]]:
     """Return the results of a plan and its launches."""
     signature = tuple(None if x is None else (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in given)
-    lowered = kernels._plan(spec, signature, forward)
+    lowered = kernels._plan(spec, None, signature, forward)
     values = {n: x for n, x in enumerate(given) if x is not None}
     before = {n: x.clone() for n, x in values.items()}
     lowered.run(lowered.plan.steps, values)

@@ -251,7 +251,7 @@ def test_parts_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, mo
     saved = (values, ((B, T, H, 64), "float16")) if correct else (((0,), "float32"),) * 2
     beta = ((B, T, H), "float32") if correct else None
     given = (keys, keys, values, beta, keys, None, states, None, *saved, values, states)
-    plan = delta_kernels._plan(spec, given, False)
+    plan = delta_kernels._plan(spec, None, given, False)
     arrays = [None if x is None else jax.ShapeDtypeStruct(x[0], x[1]) for x in given]
     module = jax.jit(plan).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     found = calls(module)
@@ -298,7 +298,7 @@ def test_steps_keep_float64_where_x64_is_off(compiled: bool) -> None:
         planning.ScaledColumns(3, (1, 2), (2.0, -1.0)),
         planning.Resize(4, 3, (4, 2)),
     )
-    plan = launches.LoweredPlan(planning.Plan((True,), steps, (1, 2, 3, 4), dict.fromkeys(range(1, 5), wide)))
+    plan = launches.LoweredPlan(planning.LaunchPlan((True,), steps, (1, 2, 3, 4), dict.fromkeys(range(1, 5), wide)))
     with jax.enable_x64(False):
         given = jnp.array([[1.0], [2.0], [3.0]])
         found = (jax.jit(plan) if compiled else plan)([given])
@@ -320,25 +320,25 @@ def test_rows_are_the_memory_of_the_whole() -> None:
         planning.Rows(5, 1, 0, 2),
         planning.Copy(5, 0),
     )
-    plan = launches.LoweredPlan(planning.Plan((True,), steps, (1, 4), {1: x, 4: x}))
+    plan = launches.LoweredPlan(planning.LaunchPlan((True,), steps, (1, 4), {1: x, 4: x}))
     whole, before = jax.jit(plan)([jnp.array([[1.0], [2.0]])])
     assert np.array_equal(whole, [[1], [2], [1], [2]])
     assert np.array_equal(before, [[0, 0], [0, 0], [1, 2], [2, 4]])
     more = planning.Rows(8, 1, 2, 4), planning.Fill(8), planning.ScaledColumns(9, (1, 1), (1.0, 1.0))
-    whole, after = launches.LoweredPlan(planning.Plan((True,), (*steps, *more), (1, 9), {1: x, 9: x}))(
+    whole, after = launches.LoweredPlan(planning.LaunchPlan((True,), (*steps, *more), (1, 9), {1: x, 9: x}))(
         [jnp.array([[1.0], [2.0]])]
     )
     assert np.array_equal(whole, [[1], [2], [0], [0]])
     assert np.array_equal(after, np.repeat(whole, 2, 1))
     again = planning.Fill(1), planning.Rows(6, 1, 0, 2), planning.Copy(6, 0)
-    (whole,) = launches.LoweredPlan(planning.Plan((True,), (*steps, *again, planning.Rows(7, 1, 2, 4)), (1,), {1: x}))(
-        [jnp.array([[1.0], [2.0]])]
-    )
+    (whole,) = launches.LoweredPlan(
+        planning.LaunchPlan((True,), (*steps, *again, planning.Rows(7, 1, 2, 4)), (1,), {1: x})
+    )([jnp.array([[1.0], [2.0]])])
     assert np.array_equal(whole, [[1], [2], [0], [0]])
     with pytest.raises(NotImplementedError, match=r"rows of shape \(2, 1\) of a tensor of \(4, 1\)"):
-        launches.LoweredPlan(planning.Plan((True,), (*steps[:3], steps[5]), (4,), {4: x}))([jnp.ones((2, 1))])
+        launches.LoweredPlan(planning.LaunchPlan((True,), (*steps[:3], steps[5]), (4,), {4: x}))([jnp.ones((2, 1))])
     with pytest.raises(NotImplementedError, match="rows 2 to 4"):
-        launches.LoweredPlan(planning.Plan((True,), (steps[0], steps[3]), (1,), {1: x}))
+        launches.LoweredPlan(planning.LaunchPlan((True,), (steps[0], steps[3]), (1,), {1: x}))
 
 
 def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -> None:
@@ -374,7 +374,7 @@ def test_the_last_tensor_of_a_kernel_may_be_one_before_it() -> None:
     made = [planning.Allocate(n, (4, n + 1), torch.float32) for n in (1, 2)]
 
     def lower(*launches_: planning.Launch) -> str:
-        plan = launches.LoweredPlan(planning.Plan((True,), (*made, *launches_), (1, 2), meta))
+        plan = launches.LoweredPlan(planning.LaunchPlan((True,), (*made, *launches_), (1, 2), meta))
         return str(jax.jit(plan).trace([jnp.ones((4, 1))]).lower(lowering_platforms=("cuda",)).as_text())
 
     module = lower(launch(2, 1, 1), launch(1, 0, 2))

@@ -74,9 +74,9 @@ def measure(model: str, H: int, K: int, V: int) -> int:
         final_state=False,
     )  # fmt: skip
     spec = kernels.KernelSpec("hopper", plans.GPU(90, 132, "tf32"), options, None)  # type: ignore[arg-type]
-    forward = kernels._plan(spec, given, True).plan
+    forward = kernels._plan(spec, None, given, True).plan
     h, _, *saved = plans.result_signature(forward)
-    backward = kernels._plan(spec, (*given, *saved, h, None), False).plan
+    backward = kernels._plan(spec, None, (*given, *saved, h, None), False).plan
     kept = sum(forward.meta[n].nbytes for n in forward.results)
     return max(peak_bytes(forward), kept + peak_bytes(backward))
 
@@ -99,7 +99,7 @@ def test_jax_takes_what_pytorch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_count() -> None:
-    from tfla.backends.gpu.planning import Allocate, Describe, Launch, Plan, Rows, SumOf
+    from tfla.backends.gpu.planning import Allocate, Describe, Launch, LaunchPlan, Rows, SumOf
 
     def launch(*read: int) -> Launch:
         return Launch(None, None, (1,), read, (), {}, 4)
@@ -108,5 +108,5 @@ def test_count() -> None:
     allocated = [Allocate(n, (n,), torch.int8) for n in (10, 100, 1000)]
     taken = [Rows(2, 10, 0, 5), Describe(3, 2, None)]
     steps = (*allocated, *taken, launch(0, 10), launch(100), launch(3, -1), SumOf(1000, 100, 0))
-    assert peak_bytes(Plan((True,) * 2, steps, (100,), meta)) == 1100
-    assert peak_bytes(Plan((True,) * 2, steps[:-1], (100,), meta)) == 110
+    assert peak_bytes(LaunchPlan((True,) * 2, steps, (100,), meta)) == 1100
+    assert peak_bytes(LaunchPlan((True,) * 2, steps[:-1], (100,), meta)) == 110

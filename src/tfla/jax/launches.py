@@ -29,8 +29,8 @@ from tfla.backends.gpu.planning import (
     Fill,
     Gather,
     Launch,
+    LaunchPlan,
     Places,
-    Plan,
     Resize,
     Rows,
     ScaledColumns,
@@ -253,7 +253,7 @@ class LoweredPlan:
         axis: the mesh axis over whose devices sequences are divided, for a plan that exchanges states.
     """
 
-    def __init__(self, plan: Plan, axis: str | None = None) -> None:
+    def __init__(self, plan: LaunchPlan, axis: str | None = None) -> None:
         self.plan, self.axis = plan, axis
         overwritten = {n for n in plan.results if n < len(plan.given)}
         self.owned = overwritten | {step.result for step in plan.steps if isinstance(step, Allocate | Resize | Rows)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class TileConfig:
+class StepTileConfig:
     """The tiles of a kernel for several sequences.
 
     Attributes:
@@ -31,54 +31,54 @@ class TileConfig:
     overlapped: bool = False
 
 
-Tiles = dict[str, TileConfig]
+Tiles = dict[str, StepTileConfig]
 # By kernel for up to so many sequences, chosen by these counts without measurements; "output" and "down" are the two
 # launches of add_product. The first ones need at most 99 KiB of shared memory, which all GPUs have.
 TILES: dict[int, Tiles] = {
     16: {
-        "mixer_inputs": TileConfig(rows=32, columns=128, stages=5),
-        "output": TileConfig(rows=32, columns=256, stages=5),
-        "swiglu": TileConfig(rows=32, columns=128, stages=4),
-        "down": TileConfig(rows=32, columns=256, stages=5),
-        "logits": TileConfig(rows=32, columns=128, stages=5),
+        "mixer_inputs": StepTileConfig(rows=32, columns=128, stages=5),
+        "output": StepTileConfig(rows=32, columns=256, stages=5),
+        "swiglu": StepTileConfig(rows=32, columns=128, stages=4),
+        "down": StepTileConfig(rows=32, columns=256, stages=5),
+        "logits": StepTileConfig(rows=32, columns=128, stages=5),
     },
     32: {
-        "mixer_inputs": TileConfig(rows=32, columns=128, stages=4),
-        "output": TileConfig(rows=32, columns=128, stages=5),
-        "swiglu": TileConfig(rows=32, columns=64, stages=5),
-        "down": TileConfig(rows=32, columns=128, stages=5),
-        "logits": TileConfig(rows=32, columns=128, stages=4),
+        "mixer_inputs": StepTileConfig(rows=32, columns=128, stages=4),
+        "output": StepTileConfig(rows=32, columns=128, stages=5),
+        "swiglu": StepTileConfig(rows=32, columns=64, stages=5),
+        "down": StepTileConfig(rows=32, columns=128, stages=5),
+        "logits": StepTileConfig(rows=32, columns=128, stages=4),
     },
     64: {
-        "mixer_inputs": TileConfig(rows=32, columns=64, stages=4),
-        "output": TileConfig(rows=32, columns=64, stages=6),
-        "swiglu": TileConfig(rows=32, columns=64, stages=4),
-        "down": TileConfig(rows=32, columns=64, stages=6),
-        "logits": TileConfig(rows=32, columns=64, stages=4),
+        "mixer_inputs": StepTileConfig(rows=32, columns=64, stages=4),
+        "output": StepTileConfig(rows=32, columns=64, stages=6),
+        "swiglu": StepTileConfig(rows=32, columns=64, stages=4),
+        "down": StepTileConfig(rows=32, columns=64, stages=6),
+        "logits": StepTileConfig(rows=32, columns=64, stages=4),
     },
 }
 # The fastest ones of a sweep on an H100, for 7B parameters (docs/tuning-log-models.md).
 HOPPER_TILES: dict[int, Tiles] = {
     16: {
-        "mixer_inputs": TileConfig(rows=64, columns=128, stages=4, swapped=True),
-        "output": TileConfig(rows=32, columns=128, stages=8, splits=2, swapped=True),
-        "swiglu": TileConfig(rows=32, columns=128, stages=4),
-        "down": TileConfig(rows=64, columns=128, stages=9, swapped=True),
-        "logits": TileConfig(rows=64, columns=128, stages=5, swapped=True),
+        "mixer_inputs": StepTileConfig(rows=64, columns=128, stages=4, swapped=True),
+        "output": StepTileConfig(rows=32, columns=128, stages=8, splits=2, swapped=True),
+        "swiglu": StepTileConfig(rows=32, columns=128, stages=4),
+        "down": StepTileConfig(rows=64, columns=128, stages=9, swapped=True),
+        "logits": StepTileConfig(rows=64, columns=128, stages=5, swapped=True),
     },
     32: {
-        "mixer_inputs": TileConfig(rows=64, columns=128, stages=4, swapped=True),
-        "output": TileConfig(rows=64, columns=128, stages=8, swapped=True),
-        "swiglu": TileConfig(rows=64, columns=64, stages=5, swapped=True),
-        "down": TileConfig(rows=64, columns=128, stages=8, swapped=True),
-        "logits": TileConfig(rows=64, columns=128, stages=4, swapped=True),
+        "mixer_inputs": StepTileConfig(rows=64, columns=128, stages=4, swapped=True),
+        "output": StepTileConfig(rows=64, columns=128, stages=8, swapped=True),
+        "swiglu": StepTileConfig(rows=64, columns=64, stages=5, swapped=True),
+        "down": StepTileConfig(rows=64, columns=128, stages=8, swapped=True),
+        "logits": StepTileConfig(rows=64, columns=128, stages=4, swapped=True),
     },
     64: {
-        "mixer_inputs": TileConfig(rows=64, columns=128, stages=3, swapped=True),
-        "output": TileConfig(rows=32, columns=128, stages=8),
-        "swiglu": TileConfig(rows=64, columns=64, stages=4, swapped=True),
-        "down": TileConfig(rows=32, columns=128, stages=8),
-        "logits": TileConfig(rows=64, columns=64, stages=6, swapped=True),
+        "mixer_inputs": StepTileConfig(rows=64, columns=128, stages=3, swapped=True),
+        "output": StepTileConfig(rows=32, columns=128, stages=8),
+        "swiglu": StepTileConfig(rows=64, columns=64, stages=4, swapped=True),
+        "down": StepTileConfig(rows=32, columns=128, stages=8),
+        "logits": StepTileConfig(rows=64, columns=64, stages=6, swapped=True),
     },
 }
 MAX_BATCH = max(TILES)  # sequences

@@ -20,7 +20,7 @@ ADDRESSABLE = 2**47
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningPlan:
     """The candidates of one shape including the default, and the few that are measured, in their order."""
 
     problem: Problem

@@ -29,7 +29,7 @@ from tfla.tune.config import TuneConfig
 from tfla.tune.default import PROCESSORS, inputs, untuned
 from tfla.tune.found import Tuned
 from tfla.tune.measure import LEAST, Measured, measured
-from tfla.tune.plan import Plan, check_memory, duration, memory_of, ordered, too_large
+from tfla.tune.plan import TuningPlan, check_memory, duration, memory_of, ordered, too_large
 from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
 
 
@@ -53,7 +53,7 @@ def known_machine(name: str) -> Machine:
     return Machine(name, accelerator.flops, accelerator.bandwidth, PROCESSORS[name])
 
 
-def plan(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> Plan:
+def plan(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> TuningPlan:
     """Predict every candidate of a shape and choose those to measure.
 
     Raises:
@@ -73,7 +73,7 @@ def plan(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> P
     ]
     if (first, default) not in {(c.kernel, c.chunk_size) for c in candidates}:
         candidates.append(predict(p, gate == "exp", backend.name, first, default, machine))
-    return Plan(p, gate, candidates, (first, default), ordered(candidates, (first, default), config.limit))
+    return TuningPlan(p, gate, candidates, (first, default), ordered(candidates, (first, default), config.limit))
 
 
 class Budget:
@@ -98,7 +98,7 @@ class Budget:
             self.factor = found.seconds / max(found.candidate.seconds, 1e-9)
 
 
-def tune(found: Plan, config: TuneConfig, budget: Budget, step: Callable[[Candidate], None]) -> Tuned:
+def tune(found: TuningPlan, config: TuneConfig, budget: Budget, step: Callable[[Candidate], None]) -> Tuned:
     """Measure the candidates of a plan, in their order, while there is time; ``step`` is called before each."""
     done, left_out = list[Measured](), list[Candidate]()
     memory = memory_of(found.problem.device)
@@ -193,7 +193,7 @@ def _shape(p: Problem, gate: InputGate) -> str:
     return f"mLSTM{gate[:3]}, {p.dtype}: B {p.B}, T {p.T:,}, {p.H} heads, dqk {p.dqk}, dhv {p.dhv}"
 
 
-def _key(machine: Machine, found: Plan, config: TuneConfig) -> tuple[Any, ...]:
+def _key(machine: Machine, found: TuningPlan, config: TuneConfig) -> tuple[Any, ...]:
     """Return the key of the entry that a plan leads to."""
     p, backend = found.problem, found.candidates[0].backend
     asked = config.kernel is not None

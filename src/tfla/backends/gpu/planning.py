@@ -123,7 +123,7 @@ class Launch(NamedTuple):
 Step = Allocate | Fill | Copy | Resize | Rows | Tiles | SumOf | ScaledColumns | Gather | Places | Describe | Launch
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """The steps of one call. Tensors are numbered: the given ones first, then others as steps make them."""
 
     given: tuple[bool, ...]  # whether each input is there
@@ -289,11 +289,11 @@ class PlanRecorder(LaunchRecorder):
         read = tuple(-1 if x is None else self.numbers[id(x)] for x in args[:count])
         self.plan.append(Launch(kernel, compiled, grid, read, tuple(args[count:]), constants, num_warps))
 
-    def finish(self, results: Sequence[Tensor]) -> Plan:
+    def finish(self, results: Sequence[Tensor]) -> LaunchPlan:
         """Return the plan of a call with these results."""
         meta = {n: x for n, x in enumerate(self.made) if isinstance(x, Tensor)}
         numbers = tuple(self.numbers[id(t)] for t in results)
-        return Plan(tuple(t is not None for t in self.given), tuple(self.plan), numbers, meta)
+        return LaunchPlan(tuple(t is not None for t in self.given), tuple(self.plan), numbers, meta)
 
 
 class _AbsentDriver:

@@ -31,11 +31,11 @@ from tfla.backends.gpu.scan import running_sum, step_indices, total_sum
 
 CLOSED = tl.constexpr(-1e30)  # the log-decay of a span whose decay is 0 in float32
 BLOCK = 1024  # elements of a row that a program computes
-CHUNKS = 128  # chunks whose aggregates are read at once
+CHUNK_BLOCK = 128  # chunks whose aggregates are read at once
 
 
 @triton.jit
-def own_max(aggregates, m0, places, rows, B, S, H, chunks, CHUNKS: tl.constexpr, USE_M0: tl.constexpr):
+def own_max(aggregates, m0, places, rows, B, S, H, chunks, CHUNK_BLOCK: tl.constexpr, USE_M0: tl.constexpr):
     """Store the sum of log_f over each span of this process, g, and the max state that the span leaves, m of (S2).
 
     Only the first span of all contains the given max state before it; the others start from minus infinity.
@@ -60,8 +60,8 @@ def own_max(aggregates, m0, places, rows, B, S, H, chunks, CHUNKS: tl.constexpr,
     begins = (tl.load(places) == 0) & (s == 0)
     m = tl.where(begins, given, float("-inf")).to(tl.float64) + tl.zeros([1, 1], tl.float64)
     log_decay = tl.zeros([1, 1], tl.float64)
-    for c in range(0, chunks, CHUNKS):
-        at = c + step_indices(CHUNKS)
+    for c in range(0, chunks, CHUNK_BLOCK):
+        at = c + step_indices(CHUNK_BLOCK)
         inside = at < chunks
         at = aggregates + ((h * B * S + sequence) * chunks + at).to(tl.int64) * 2
         total = tl.load(at, mask=inside, other=0.0)
@@ -322,7 +322,8 @@ def launch_max_states(ctx: LaunchContext, exchange: Exchange) -> Tensor:
     rows, out = ctx.new(S, 2, B, H, dtype=torch.float64), ctx.new(B * S, H)
     places = ctx.do(exchange.places, rows)
     ctx.launch(own_max, (B * S, H),
-        aggregates, _or(m0, out), places, rows, B, S, H, chunks, CHUNKS=CHUNKS, USE_M0=m0 is not None, num_warps=4,
+        aggregates, _or(m0, out), places, rows, B, S, H, chunks, CHUNK_BLOCK=CHUNK_BLOCK, USE_M0=m0 is not None,
+        num_warps=4,
     )  # fmt: skip
     gathered = ctx.do(exchange.finish, ctx.do(exchange.start, rows))
     ctx.launch(join_max, (B * S,),

@@ -86,7 +86,7 @@ class Config(NamedTuple):
     L: Any  # steps of a tile
     COLUMNS: Any  # columns of dhv of a stage of the ring
     STAGES: Any  # stages of the ring
-    CHUNKS: Any  # how often a program reads COLUMNS columns of dhv
+    COLUMN_BLOCKS: Any  # how often a program reads COLUMNS columns of dhv
     KEY_STAGES: Any  # tiles of which q, k and gates are in shared memory
     PARTS: Any  # parts of the gradient of beta, of 32 channels each
     DOTS: Any  # parts of dv . E
@@ -213,7 +213,7 @@ def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
         if load_taken(index, tiles, params, L) != 0:
             tile = locate(index, tiles, params, L)
             row = scheduler.row_of_whole(tile.b, params)
-            for i in range(0, config.CHUNKS):
+            for i in range(0, config.COLUMN_BLOCKS):
                 s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
                 tell_more(1, s, shared)
                 mbarrier.expect(bar, nbytes)
@@ -406,14 +406,14 @@ def process_states(n, shared, half: gl.constexpr, config):
     across = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_out))
     of_before = (n + config.KEY_STAGES - 1) % config.KEY_STAGES  # the stage of the keys of the tile before
     if config.CORRECT:
-        s, phase = pipeline.stage_and_phase(n * config.CHUNKS, config.STAGES)
+        s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS, config.STAGES)
         S_q, S_r, dq, dr, W, across, A, B = start_states(s, phase, S_q, S_r, dq, dr, W, across, shared, half, config)
         # This waits for no MMA, as only MMAS of them run: a loop must carry accumulators that have been waited for.
         S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A, B, config)
         release_keys(of_before, n > 0, shared)
-        for i in range(1, config.CHUNKS):
+        for i in range(1, config.COLUMN_BLOCKS):
             last, A_last, B_last = s, A, B
-            s, phase = pipeline.stage_and_phase(n * config.CHUNKS + i, config.STAGES)
+            s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS + i, config.STAGES)
             S_q, S_r, dq, dr, W, across, A, B = start_states(
                 s, phase, S_q, S_r, dq, dr, W, across, shared, half, config
             )
@@ -422,8 +422,8 @@ def process_states(n, shared, half: gl.constexpr, config):
         S_q, S_r, dq, dr, W = wait_for_states(0, S_q, S_r, dq, dr, W, A, B, config)
         release_stage(s, shared)
     else:
-        for i in range(0, config.CHUNKS):
-            s, phase = pipeline.stage_and_phase(n * config.CHUNKS + i, config.STAGES)
+        for i in range(0, config.COLUMN_BLOCKS):
+            s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS + i, config.STAGES)
             S_q, S_r, dq, dr, W, across, A, B = start_states(
                 s, phase, S_q, S_r, dq, dr, W, across, shared, half, config
             )
@@ -678,7 +678,7 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
 @gluon.jit
 def wait_for_tile(n, shared, config):
     """Wait for the first columns of the program's tile n, and return 0 if there is no such tile."""
-    s, phase = pipeline.stage_and_phase(n * config.CHUNKS, config.STAGES)
+    s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS, config.STAGES)
     mbarrier.wait(shared.full.index(s), phase)
     return load_number(shared.more.index(s))
 
@@ -703,7 +703,7 @@ def channel_gradients_kernel(
     Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, leveled, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
     first_row, first_step,
-    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, KEY_STAGES: gl.constexpr,
+    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, KEY_STAGES: gl.constexpr,
     PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
     SLICED: gl.constexpr,
 ):  # fmt: skip
@@ -746,8 +746,8 @@ def channel_gradients_kernel(
             first_row=first_row if SLICED else None, first_step=first_step if SLICED else None,
         ),
         Config(
-            L=L, COLUMNS=COLUMNS, STAGES=STAGES, CHUNKS=CHUNKS, KEY_STAGES=KEY_STAGES, PARTS=PARTS, DOTS=DOTS,
-            CORRECT=CORRECT, BETA=BETA,
+            L=L, COLUMNS=COLUMNS, STAGES=STAGES, COLUMN_BLOCKS=COLUMN_BLOCKS, KEY_STAGES=KEY_STAGES, PARTS=PARTS,
+            DOTS=DOTS, CORRECT=CORRECT, BETA=BETA,
         ),
     )  # fmt: skip
 
@@ -854,7 +854,7 @@ def launch(
         leveled, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H,
         base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, ctx.first_row or 0,
         ctx.first_step, L=base.L, COLUMNS=columns, STAGES=stages, KEY_STAGES=key_stages,
-        CHUNKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
+        COLUMN_BLOCKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
         DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,
         IS_VARLEN=base.packed, SLICED=ctx.first_row is not None, num_warps=4,
     )  # fmt: skip
