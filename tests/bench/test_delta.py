@@ -50,7 +50,7 @@ def test_what_is_timed_where():
     sizes = {e.name: run.sizes(e) for e in SUITES["delta"].entries}
     assert sizes == {
         "tfla": (2048, 8192, TOKENS), "tfla, triton": (2048, 8192, TOKENS), "fla": (8192, TOKENS),
-        "tfla, packed": (2048,), "fla, packed": (2048,),
+        "tfla, packed": (2048,), "fla, packed": (2048,), "tfla, activated": (8192,), "fla, activated": (8192,),
     }  # fmt: skip
     run.xs = (512, 8192)
     assert run.sizes(next(e for e in SUITES["delta"].entries if e.name == "tfla, packed")) == ()
@@ -96,7 +96,7 @@ def test_both_libraries_get_the_same_call(model, monkeypatch):
     monkeypatch.setitem(sys.modules, f"fla.ops.{module}", fake)
     for ours, theirs, options in (
         (delta.chunk, delta.fla_chunk, {}), (delta.chunk, delta.fla_chunk, {"packed": True}),
-        (delta.step, delta.fla_step, {}),
+        (delta.step, delta.fla_step, {}), *[(delta.chunk, delta.fla_chunk, {"activated": True})] * (model != "gla"),
     ):  # fmt: skip
         problem = Problem(**SIZES | ({"T": 1} if ours is delta.step else {}))
         works = []
@@ -108,7 +108,7 @@ def test_both_libraries_get_the_same_call(model, monkeypatch):
             assert h.shape == o[:, 0].shape
             continue
         torch.testing.assert_close(h, o)
-    assert ["cu_seqlens" in call for call in calls] == [False, True, False]
+    assert ["cu_seqlens" in call for call in calls] == [False, True, False, False][: len(calls)]
     assert calls[2]["output_final_state"]
 
 

@@ -27,19 +27,35 @@ def inputs(problem: Problem, model: DeltaModel) -> list[Tensor]:
 
     Gates are those of a model early in training: one for each step in float32, for each key channel in the dtype of q.
     """
-    q, k, v = problem.qkv()
+    q, k, v, f, *beta = preactivations(problem, model)
     q, k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
+    log_f = -torch.nn.functional.softplus(f.float()).to(f.dtype)
+    return [q, k, v, log_f, *(x.sigmoid() for x in beta)]
+
+
+def preactivations(problem: Problem, model: DeltaModel) -> list[Tensor]:
+    """Draw q, k, v, the gates and, but for GLA, the write strengths before normalization, softplus and sigmoid."""
+    q, k, v = problem.qkv()
     if model == "gdn":
-        log_f = problem.log_forget()
-    else:
-        gate = problem.randn(problem.B, problem.T, problem.H, problem.dqk, dtype="float32") + 4.5
-        log_f = torch.nn.functional.logsigmoid(gate).to(q.dtype)
+        return [q, k, v, -problem.gates()[1], problem.randn(problem.B, problem.T, problem.H, dtype="float32")]
+    f = -(problem.randn(problem.B, problem.T, problem.H, problem.dqk, dtype="float32") + 4.5)
     if model == "gla":
-        return [q, k, v, log_f]
-    return [q, k, v, log_f, problem.randn(problem.B, problem.T, problem.H, dtype="float32").sigmoid()]
+        return [q, k, v, f.to(q.dtype)]
+    return [q, k, v, f.to(q.dtype), problem.randn(problem.B, problem.T, problem.H, dtype="float32")]
 
 
-def chunk(problem: Problem, model: DeltaModel, packed: bool = False, backend: str | None = None) -> Work:
+def gate_parameters(problem: Problem, model: DeltaModel) -> dict[str, Tensor]:
+    """Return zeros as A_log and dt_bias of the gates."""
+    channels = (problem.dqk,) if model == "kda" else ()
+    return {
+        "A_log": torch.zeros(problem.H, device=problem.device),
+        "dt_bias": torch.zeros(problem.H, *channels, device=problem.device),
+    }
+
+
+def chunk(
+    problem: Problem, model: DeltaModel, packed: bool = False, backend: str | None = None, activated: bool = False
+) -> Work:
     """Return a call of `tfla.delta_rule` or `tfla.linear_attention`, with facts on the backend and kernel that run.
 
     Args:
@@ -47,8 +63,13 @@ def chunk(problem: Problem, model: DeltaModel, packed: bool = False, backend: st
         model: the recurrence.
         packed: whether the sequences are packed, with exponentially distributed lengths.
         backend: the backend, or None for the library's choice.
+        activated: whether the call normalizes q and k and applies the activations of beta and the gates, as layers ask.
     """
-    given, cu_seqlens = inputs(problem, model), None
+    given, cu_seqlens = preactivations(problem, model) if activated else inputs(problem, model), None
+    options: dict[str, Any] = {}
+    if activated:
+        options = {"normalize_qk": True, "beta_activation": "sigmoid", "gate_activation": "softplus"}
+        options |= gate_parameters(problem, model)
     if packed:
         given, cu_seqlens = problem.packed(given)
     q, k, v, log_f, *beta = given
@@ -58,7 +79,7 @@ def chunk(problem: Problem, model: DeltaModel, packed: bool = False, backend: st
     def run(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor | None = None) -> Any:
         if beta is None:
             return tfla.linear_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, backend=backend)
-        return tfla.delta_rule(q, k, v, beta, log_f, cu_seqlens=cu_seqlens, backend=backend)
+        return tfla.delta_rule(q, k, v, beta, log_f, cu_seqlens=cu_seqlens, backend=backend, **options)
 
     return Work(run, given, {"implementation": f"{chosen.name} {kernel}"})
 
@@ -75,16 +96,20 @@ def step(problem: Problem, model: DeltaModel, in_place: bool = False) -> Work:
     return Work(run, [x[:, 0] for x in inputs(problem, model)])
 
 
-def fla_chunk(problem: Problem, model: DeltaModel, packed: bool = False) -> Work:
+def fla_chunk(problem: Problem, model: DeltaModel, packed: bool = False, activated: bool = False) -> Work:
     """Return a call of flash-linear-attention's chunk kernels for the same inputs."""
     module, name, _ = FLA[model]
     run = getattr(importlib.import_module(f"fla.ops.{module}"), f"chunk_{name}")
-    given, ends = inputs(problem, model), {}
+    given = preactivations(problem, model) if activated else inputs(problem, model)
+    options: dict[str, Any] = {}
     if packed:
-        given, ends["cu_seqlens"] = problem.packed(given)
+        given, options["cu_seqlens"] = problem.packed(given)
+    if activated:
+        names = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        options |= dict.fromkeys(names, True) | {n: x.flatten() for n, x in gate_parameters(problem, model).items()}
 
     def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *beta: Tensor) -> Tensor:
-        found: Tensor = run(q=q, k=k, v=v, g=g, **({"beta": beta[0]} if beta else {}), **ends)[0]
+        found: Tensor = run(q=q, k=k, v=v, g=g, **({"beta": beta[0]} if beta else {}), **options)[0]
         return found
 
     return Work(call, given)

@@ -156,7 +156,10 @@ def delta_group(name: str, heads: Heads) -> str:
 
 
 def delta() -> list[Entry]:
-    """Return the delta rule and GLA beside flash-linear-attention's, of each model: all lengths, and packed."""
+    """Return the delta rule and GLA beside flash-linear-attention's, of each model: all lengths, packed, and activated.
+
+    Activated calls normalize q and k and apply the activations of gates and write strengths, as layers have them do.
+    """
     made: list[Entry] = []
     for name, model, heads in DELTA_MODELS:
         options = {"model": model}
@@ -164,10 +167,15 @@ def delta() -> list[Entry]:
             Entry("tfla", "tfla.bench.delta:chunk", options, form=model),
             Entry("fla", "tfla.bench.delta:fla_chunk", options, needs="fla", form=model, xs=(8192, TOKENS)),
         ]
-        packed_too = [replace(entry, xs=(2048,)) for entry in packed(entries)]
+        more = [replace(entry, xs=(2048,)) for entry in packed(entries)]
+        if model != "gla":
+            more += [
+                replace(entry, name=f"{entry.name}, activated", options=options | {"activated": True}, xs=(8192,))
+                for entry in entries
+            ]
         # On Hopper the library chooses another backend than Triton's.
         entries.insert(1, replace(entries[0], name="tfla, triton", options=options | {"backend": "triton"}))
-        made += with_heads((*entries, *packed_too), heads, delta_group(name, heads))
+        made += with_heads((*entries, *more), heads, delta_group(name, heads))
     return made
 
 

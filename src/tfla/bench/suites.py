@@ -198,9 +198,11 @@ SUITES = {
     "delta": Suite(
         f"Delta rules and gates by channel: runtime and memory by sequence length, {TOKENS:,} tokens", "T",
         (2048, 8192, TOKENS), _lengths(32, 128, 128), tuple(entries.delta()), sustained_at=(8192,),
-        note="Keys and queries have norm 1. Gates for each channel are in bfloat16, one gate for each step and write "
-        "strengths in float32; the backward computes all gradients. The roofline is that of the recurrence, forward "
-        "and backward by themselves. Packed sequences have exponentially distributed lengths of mean 2,048.",
+        note="Keys and queries have norm 1. Gates for each channel are in bfloat16, one gate for each step and"
+        " write strengths in float32; the backward computes all gradients. The roofline is that of the "
+        "recurrence, forward and backward by themselves. Packed sequences have exponentially distributed "
+        "lengths of mean 2,048. Activated calls normalize keys and queries and apply softplus to gates "
+        "and a sigmoid to write strengths.",
     ),
     "delta_decode": Suite(
         "Delta rules and gates by channel: one step of decoding by batch size", "batch", (1, 16, 64, 256),
