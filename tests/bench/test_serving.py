@@ -55,11 +55,11 @@ def test_tables() -> None:
     found = page_tables.speculate({"speculate": {**PLACE, "rows": rows}})
     assert found.splitlines()[0].startswith("| draft (a device, 2026-01-01) | tokens/s, batch 1 |")
     assert found.splitlines()[2] == "| none | not run | 1,234 |"
-    assert "| `gla` | not run | not run | not run |" in page_tables.first_calls({})
+    assert "| `gla` | not run | - | - | - |" in page_tables.first_calls({})
     calls = [{"seconds": seconds, "kernels": n} for n, seconds in enumerate((2.04, 5.0, 0.5), 1)]
     row = {"name": "tfla gla", "x": 4096, "direction": FORWARD, "seconds": 0.1, "first_calls": calls}
     schema.check_fields(row, "", {}, schema.ROW)
-    assert "| `gla` | 2.0 (1) | 5.0 (2) | 0.5 (3) |" in page_tables.first_calls(
+    assert "| `gla` | a device, 2026-01-01 | 2.0 (1) | 5.0 (2) | 0.5 (3) |" in page_tables.first_calls(
         {"first_calls": {**PLACE, "rows": [row]}}
     )
     (own,) = gpu_report._other_tables([row], "T")

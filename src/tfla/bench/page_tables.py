@@ -241,16 +241,19 @@ def speculate(results: dict[str, Row]) -> str:
 
 
 def first_calls(results: dict[str, Row]) -> str:
-    """Return the table of first calls: seconds and numbers of kernels by form."""
-    found = results.get("first_calls", {"rows": []})
+    """Return the table of first calls, with the GPU of each: seconds and numbers of kernels by form."""
+    runs = [result for name, result in results.items() if name.startswith("first_calls")]
+    timed = {
+        row["name"]: (result, row["first_calls"]) for result in runs for row in result["rows"] if row.get("first_calls")
+    }
     body = []
     for entry in SUITES["first_calls"].entries:
-        calls = next(
-            (r["first_calls"] for r in found["rows"] if r["name"] == entry.name and r.get("first_calls")), None
-        )
-        cells = [f"{c['seconds']:.1f} ({c['kernels']})" for c in calls] if calls else ["not run"] * len(FIRST_CALLS)
+        cells = ["not run", *["-"] * len(FIRST_CALLS)]
+        if entry.name in timed:
+            result, calls = timed[entry.name]
+            cells = [_place(result), *(f"{c['seconds']:.1f} ({c['kernels']})" for c in calls)]
         body.append([f"`{entry.options['form']}`", *cells])
-    return table([f"form ({_place(found)})", *(f"{name}, s (kernels)" for name in FIRST_CALLS)], body)
+    return table(["form", "run", *(f"{name}, s (kernels)" for name in FIRST_CALLS)], body)
 
 
 def _place(found: Row) -> str:
