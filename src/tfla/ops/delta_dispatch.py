@@ -69,9 +69,8 @@ def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaI
     """Return inputs as the backend of a plan reads them, from those of :func:`plan_before_activations`."""
     if found.backend.takes_activations:
         return x
-    if found.backend.fuses_activations and not found.use_dispatcher:
-        return fused_activations.activated(x, *_activations(request))
-    return activated_inputs(x, request, clamp_gates=not found.backend.clamps_gates)
+    clamp_gates = not found.backend.clamps_gates
+    return activated_inputs(x, request, found.backend, eager=not found.use_dispatcher, clamp_gates=clamp_gates)
 
 
 def plan_before_activations(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
@@ -91,14 +90,23 @@ def plan_before_activations(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
     return x, found
 
 
-def activated_inputs(x: DeltaInputs, request: DeltaRequest, clamp_gates: bool = True) -> DeltaInputs:
-    """Return inputs with the activations of the call applied, and with clamped log-gates."""
-    return activated(x, *_activations(request), clamp_gates)
+def activated_inputs(
+    x: DeltaInputs, request: DeltaRequest, backend: DeltaBackend, eager: bool, clamp_gates: bool = True
+) -> DeltaInputs:
+    """Return inputs with the activations of the call applied, and with clamped log-gates.
 
-
-def _activations(request: DeltaRequest) -> tuple[bool, BetaActivation, GateActivation, float]:
-    """Return the options of a call that say how its inputs are activated."""
-    return request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0
+    Args:
+        x: the inputs.
+        request: the arguments of the call.
+        backend: what runs it.
+        eager: whether neither a compiler nor a transform takes part, so that the backend's kernels may be launched.
+        clamp_gates: whether log-gates without an activation are clamped.
+    """
+    of = fused_activations.activated if eager and backend.fuses_activations else activated
+    return of(
+        x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0,
+        clamp_gates,
+    )  # fmt: skip
 
 
 def _inputs(request: DeltaRequest) -> DeltaInputs:

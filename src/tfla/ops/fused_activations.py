@@ -15,16 +15,16 @@ from torch import Tensor
 from tfla.backends.delta import BetaActivation, DeltaInputs, GateActivation
 from tfla.ops import delta_activations
 from tfla.ops.delta_activations import EPS
-from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN
+from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN, clamp
 
 LIMITS = LOG_GATE_MIN, LOG_GATE_MAX
 
 
 def activated(
     x: DeltaInputs, normalize_qk: bool, beta_activation: BetaActivation, gate_activation: GateActivation,
-    lower_bound: float,
+    lower_bound: float, clamp_gates: bool = True,
 ) -> DeltaInputs:  # fmt: skip
-    """Return inputs with the activations applied, like :func:`.delta_activations.activated` without `clamp_gates`.
+    """Return inputs with the activations applied, like :func:`.delta_activations.activated`.
 
     The gradients of A_log and dt_bias are sums over float32 numbers of steps, in a fixed order.
     """
@@ -37,6 +37,8 @@ def activated(
         beta = delta_activations.write_strength(beta, beta_activation)
     if log_f is not None and gate_activation != "none":
         log_f = _Gates.apply(log_f, x.A_log, x.dt_bias, gate_activation, lower_bound)
+    elif log_f is not None and clamp_gates:
+        log_f = clamp(log_f)
     return x._replace(q=q, k=k, read_key=r, beta=beta, log_f=log_f, A_log=None, dt_bias=None)
 
 

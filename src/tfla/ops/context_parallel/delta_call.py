@@ -101,7 +101,9 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
         chosen = _choose(request, x, cut)
     backend, kernel, chunk_size = chosen
     spec = spec_of(request, x, backend, kernel, chunk_size)
-    x = (x if backend.takes_activations else activated_inputs(x, request))._replace(cu_seqlens=cu_seqlens)
+    if not backend.takes_activations:
+        x = activated_inputs(x, request, backend, eager=cut is not None)
+    x = x._replace(cu_seqlens=cu_seqlens)
     if cut is None:
         h, C = delta_traced(x, spec, backend.name, placement, group, writes)
     else:
