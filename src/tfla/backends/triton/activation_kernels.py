@@ -116,7 +116,7 @@ def activate_gates(
     F, A_log, Bias, G, tokens, T, columns, fb, ft, fh, fk, bh, bk, bound, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
     SOFTPLUS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the log-gates g, (2) with SOFTPLUS, else (3). A program has TOKENS steps of COLUMNS gates.
+    """Compute log-gates or write strengths g, (2) with SOFTPLUS, else (3). A program has TOKENS steps of COLUMNS.
 
     Args:
         F: the pre-activations, (B, T, H, K) with the strides fb, ft, fh, fk.
