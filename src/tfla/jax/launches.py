@@ -94,11 +94,11 @@ class KernelCall:
 
     Args:
         launch: the launch.
-        described: the TMA descriptors of the plan, by their numbers.
+        descriptors: the TMA descriptors of the plan, by their numbers.
         unused: the number of the tensor that is passed for parameters that the kernel does not read.
     """
 
-    def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
+    def __init__(self, launch: Launch, descriptors: dict[int, Describe], unused: int) -> None:
         from jaxlib import gpu_triton
 
         compiled = side_by_side.awaited(launch.compiled)
@@ -116,9 +116,9 @@ class KernelCall:
             if signature[name] == "constexpr":  # None
                 continue
             is_live = len(parameters) in used
-            if n in described:
-                self.operands.append(described[n].base if is_live else unused)
-                parameters += self._descriptor(described[n].descriptor, next(descriptions))
+            if n in descriptors:
+                self.operands.append(descriptors[n].base if is_live else unused)
+                parameters += self._descriptor(descriptors[n].descriptor, next(descriptions))
             else:
                 self.operands.append(n if is_live else unused)
                 parameters.append(gpu_triton.create_array_parameter(0, 16 if is_live else 0))
@@ -260,9 +260,9 @@ class LoweredPlan:
         # XLA may call a kernel on a slice in the memory of the whole, and rows that another kernel wrote are lost. Rows
         # are therefore tensors of their own, which a step that reads the whole gets side by side.
         self.rows = _RowsOfTensors([step for step in plan.steps if isinstance(step, Rows)])
-        described = {step.result: step for step in plan.steps if isinstance(step, Describe)}
+        descriptors = {step.result: step for step in plan.steps if isinstance(step, Describe)}
         first = plan.given.index(True)
-        self.calls = [KernelCall(s, described, first) if isinstance(s, Launch) else None for s in plan.steps]
+        self.calls = [KernelCall(s, descriptors, first) if isinstance(s, Launch) else None for s in plan.steps]
         for call in filter(None, self.calls):
             call.operands = [self.rows.number(n) for n in call.operands]
 
