@@ -1,4 +1,4 @@
-"""The kernels of the activations of the delta rule's inputs: values and gradients are those of the plain operations."""
+"""Kernels for the activations of the delta rule's inputs: values and gradients equal those of the plain operations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ from tfla.ops import delta_activations, fused_activations
 from tfla.ops.gates import LOG_GATE_MIN
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]
-NAMES = ("q", "k", "beta", "log_f", "read_key", "A_log", "dt_bias")
+NAMES = ("q", "k", "beta", "log_f", "read_key", "A_log", "dt_bias")  # the last two are parameters of gates
 
 
 def device() -> str:
-    """The device of the tests."""
+    """Return the device of the tests."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def inputs(
     seed: int, B: int, T: int, heads: tuple[int, int], D: int, by_channel: bool, bias: str, rate: bool, read: bool
 ) -> DeltaInputs:
-    """Random inputs, q as a part of a wider tensor and k with time behind heads."""
+    """Return random inputs: q is a part of a wider tensor, and k the transpose of (B, Hq, T, D).
+
+    Args:
+        seed: the seed of the random numbers.
+        B, T: the batch size and the number of steps.
+        heads: the heads of q and k, and the heads of v for each of them.
+        D: dqk.
+        by_channel: whether gates are by channel.
+        bias: the shape of dt_bias: "none", (H,) with "heads", that of a step's gates with "channels".
+        rate: whether A_log is given.
+        read: whether read keys are given.
+    """
     g = torch.Generator().manual_seed(seed)
     Hq, H = heads[0], heads[0] * heads[1]
 
@@ -36,22 +47,22 @@ def inputs(
         return torch.randn(*shape, generator=g).to(device())
 
     channels = (H, D) if by_channel else (H,)
-    parameter = {"none": None, "heads": new(H), "channels": new(*channels)}[bias]
+    dt_bias = {"none": None, "heads": new(H), "channels": new(*channels)}[bias]
     return DeltaInputs(
         new(B, T, Hq, 2 * D)[..., D:], new(B, Hq, T, D).transpose(1, 2), new(B, T, H, 3), new(B, T, H),
-        3 * new(B, T, *channels), new(B, T, Hq, D) if read else None, new(H) if rate else None, parameter, None, None,
+        3 * new(B, T, *channels), new(B, T, Hq, D) if read else None, new(H) if rate else None, dt_bias, None, None,
     )  # fmt: skip
 
 
 def leaves(x: DeltaInputs, dtype: torch.dtype) -> DeltaInputs:
-    """The inputs in a dtype, with gradients, and with their strides."""
+    """Return the inputs in a dtype, with their strides, as leaves that require gradients."""
     return x._replace(**{
         name: t.to(dtype).detach().requires_grad_() for name in NAMES if (t := getattr(x, name)) is not None
     })  # fmt: skip
 
 
 def error(x: Tensor, y: Tensor) -> float:
-    """The error of x relative to the norm of y, or its norm where y is 0."""
+    """Return the norm of x - y relative to that of y, or as it is if y is 0."""
     x, y = x.detach().double(), y.detach().double()
     return float((x - y).norm() / (y.norm() or 1.0))
 
@@ -60,22 +71,20 @@ def compare(x: DeltaInputs, options: tuple[Any, ...], dtype: torch.dtype, bound:
     """Compare values and gradients with those of the plain operations in float64 on the same rounded inputs."""
     ours, theirs = leaves(x, dtype), leaves(leaves(x, dtype), torch.float64)
     found, expected = fused_activations.activated(ours, *options), delta_activations.activated(theirs, *options)
-    given = [n for n in NAMES[:5] if getattr(found, n) is not None]
-    cotangents = [torch.randn_like(getattr(expected, n)) for n in given]
-    outs = [getattr(found, n) for n in given]
-    wanted = [n for n in NAMES if getattr(ours, n) is not None]
-    args = [c.to(o.dtype) for c, o in zip(cotangents, outs, strict=True)]
-    got = torch.autograd.grad(outs, [getattr(ours, n) for n in wanted], args, allow_unused=True)
-    cotangents = [c.double() for c in args]
-    truth = torch.autograd.grad(
-        [getattr(expected, n) for n in given], [getattr(theirs, n) for n in wanted], cotangents, allow_unused=True
+    outputs = [name for name in NAMES[:5] if getattr(found, name) is not None]
+    leaf_names = [name for name in NAMES if getattr(ours, name) is not None]
+    values, true_values = ([getattr(result, name) for name in outputs] for result in (found, expected))
+    cotangents = [torch.randn_like(y).to(z.dtype) for y, z in zip(true_values, values, strict=True)]
+    grads = torch.autograd.grad(values, [getattr(ours, name) for name in leaf_names], cotangents, allow_unused=True)
+    true_grads = torch.autograd.grad(
+        true_values, [getattr(theirs, name) for name in leaf_names], [c.double() for c in cotangents], allow_unused=True
     )
-    errors = {n: error(o, getattr(expected, n)) for n, o in zip(given, outs, strict=True)}
-    for name, a, b in zip(wanted, got, truth, strict=True):
-        assert (a is None) == (b is None), name
-        if a is not None and b is not None:
-            errors["d" + name] = error(a, b)
-    assert {n: e for n, e in errors.items() if not e < bound} == {}
+    errors = {name: error(y, true) for name, y, true in zip(outputs, values, true_values, strict=True)}
+    for name, dx, true in zip(leaf_names, grads, true_grads, strict=True):
+        assert (dx is None) == (true is None), name
+        if dx is not None and true is not None:
+            errors["d" + name] = error(dx, true)
+    assert {name: e for name, e in errors.items() if not e < bound} == {}
 
 
 @given(
@@ -95,14 +104,14 @@ def test_any_activation(
 
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_bfloat16(by_channel: bool) -> None:
-    """Errors are those of rounding results to 16 bits, since everything is computed in float32."""
+    """Errors are those of rounding results to 16 bits, since the arithmetic is in float32."""
     x = inputs(0, 2, 100, (2, 2), 64, by_channel, "channels", True, True)
     compare(x, (True, "sigmoid", "softplus", 0.0), torch.bfloat16, 4e-3)
 
 
 @pytest.mark.parametrize("gate", ["softplus", "sigmoid"])
 def test_extreme_gates(gate: str) -> None:
-    """Gates beyond the smallest one are clamped, without gradients; tiny ones keep their digits; NaN stays NaN."""
+    """Gates below the smallest one are clamped and have no gradient; gates near 0 keep their digits; NaN stays NaN."""
     values = torch.tensor([-float("inf"), -80.0, -30.0, -17.0, 0.0, 30.0, 1e6, 1e30, float("nan")], device=device())
     f = values.repeat(2, 1)[:, :, None].requires_grad_()
     A_log = torch.zeros(1, device=device())
@@ -119,17 +128,17 @@ def test_extreme_gates(gate: str) -> None:
 
 
 def test_second_derivatives() -> None:
-    """Gradients of gradients are those of the plain operations."""
+    """Gradients of gradients equal those of the plain operations."""
     x = inputs(1, 1, 7, (2, 1), 4, True, "channels", True, False)
 
     def second(activated: Any, dtype: torch.dtype) -> list[Tensor]:
-        given = leaves(x, dtype)
-        out = activated(given, True, "2sigmoid", "softplus", 0.0)
-        wanted = [t for t in (given.q, given.beta, given.log_f, given.A_log, given.dt_bias) if t is not None]
+        own = leaves(x, dtype)
+        out = activated(own, True, "2sigmoid", "softplus", 0.0)
+        given = [t for t in (own.q, own.beta, own.log_f, own.A_log, own.dt_bias) if t is not None]
         results = [t for t in (out.q, out.beta, out.log_f) if t is not None]
         total = sum((t * torch.arange(t.numel(), device=device()).view_as(t).sin()).sum() for t in results)
-        first = torch.autograd.grad(total, wanted, create_graph=True)
-        return list(torch.autograd.grad(sum(t.square().sum() for t in first), wanted))
+        first = torch.autograd.grad(total, given, create_graph=True)
+        return list(torch.autograd.grad(sum(t.square().sum() for t in first), given))
 
     found = second(fused_activations.activated, torch.float32)
     expected = second(lambda *a: delta_activations.activated(*a, False), torch.float64)
@@ -137,7 +146,7 @@ def test_second_derivatives() -> None:
 
 
 def test_the_operator_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager calls of a backend with kernels have them launched, and traced or mapped ones take plain operations."""
+    """Eager calls of a backend with kernels launch them; other backends and mapped calls use plain operations."""
     g, dtype = torch.Generator().manual_seed(0), torch.float32 if INTERPRETED else torch.bfloat16
     q, k, v = (torch.randn(1, 20, 2, 16, generator=g).to(device(), dtype) for _ in range(3))
     beta, f = (torch.randn(1, 20, 2, generator=g).to(device()) for _ in range(2))

@@ -147,9 +147,9 @@ def test_activations(model: str, activation: str, bias_by_channel: bool) -> None
 
 
 class WithActivations(ChunkwiseDelta):
-    """A backend that applies the activations itself, and remembers what it was given."""
+    """A backend that applies the activations itself and stores the arguments of its calls."""
 
-    takes_activations = True
+    activations_by = "backend"
 
     def __init__(self) -> None:
         self.given: list[tuple[DeltaInputs, DeltaSpec]] = []
@@ -161,7 +161,7 @@ class WithActivations(ChunkwiseDelta):
 
 
 def test_a_backend_with_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend gets the inputs of the model; transforms map over them, but not over parameters without a batch."""
+    """The backend gets the inputs as the caller gives them; transforms map over all but parameters without a batch."""
     backend = WithActivations()
     q, k, v = torch.randn(2, 21, 2, 5), torch.randn(2, 21, 2, 5), torch.randn(2, 21, 4, 3)
     beta, f, A_log, dt_bias = torch.randn(2, 21, 4), torch.randn(2, 21, 4, 5), torch.randn(4), torch.randn(4, 5)

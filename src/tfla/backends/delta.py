@@ -26,6 +26,7 @@ from tfla.backends.base import AnyBackend
 
 BetaActivation = Literal["none", "sigmoid", "2sigmoid"]
 GateActivation = Literal["none", "softplus", "sigmoid"]
+ActivationsBy = Literal["operator", "kernels", "backend"]
 
 
 class DeltaInputs(NamedTuple):
@@ -61,8 +62,8 @@ class DeltaInputs(NamedTuple):
 class DeltaSpec(NamedTuple):
     """The options of one call.
 
-    Only a backend with `takes_activations` sees other values of the last four than the defaults: for the others the
-    operator applies them before.
+    The last four differ from their defaults only if `DeltaBackend.activations_by` is "backend": for other backends the
+    operator applies the activations before the call.
     """
 
     scale: float  # factor of the queries
@@ -152,8 +153,9 @@ class Saved(NamedTuple):
 class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStepSpec]):
     """An implementation of the operator of the delta rule."""
 
-    takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
-    fuses_activations = False  # has kernels for these activations, which the operator launches before eager calls
+    # What applies the activations of q, k, beta and the gates: the operator, in plain operations; or in eager calls the
+    # kernels of `activation_kernels`, which the operator launches; or the backend itself, with their gradients.
+    activations_by: ActivationsBy = "operator"
     clamps_gates = False  # reads log-gates as the caller gives them; for the others the operator clamps them before
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
     read_after_decay: tuple[str, ...] = ()  # the kernels that cannot

@@ -1,6 +1,6 @@
 """The activations of q, k, beta and the gates of published models, in plain PyTorch.
 
-Backends with `takes_activations` compute them in their kernels; for the others the operator applies them before.
+The operator applies them before it calls a backend, unless `DeltaBackend.activations_by` says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ X = TypeVar("X", DeltaInputs, DeltaStepInputs)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return x in float64 or else float32."""
+    """Return x in float64 if it has that dtype, else in float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -32,7 +32,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def write_strength(beta: Tensor, activation: BetaActivation) -> Tensor:
-    """Return beta, sigmoid(beta) or 2 sigmoid(beta), in float64 or else float32."""
+    """Return beta, sigmoid(beta) or 2 sigmoid(beta), in float64 if beta has that dtype, else in float32."""
     wide = _wide(beta)
     if activation == "none":
         return wide
@@ -42,40 +42,40 @@ def write_strength(beta: Tensor, activation: BetaActivation) -> Tensor:
 def log_gate(
     f: Tensor, activation: GateActivation, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float
 ) -> Tensor:
-    """Return the clamped log-gates of pre-activations f, in float64 or else float32.
+    """Return the clamped log-gates of pre-activations f, in float64 if f has that dtype, else in float32.
 
         "softplus": -exp(A_log) softplus(f + dt_bias)      "sigmoid": lower_bound sigmoid(exp(A_log) (f + dt_bias))
 
     Args:
         f: (B, T, H) or (B, T, H, dqk).
         activation: the activation; "none" takes f as log-gates.
-        A_log: (H,), or None, which is 0.
-        dt_bias: (H,) or (H, dqk), or None, which is 0.
-        lower_bound: the smallest log-gate of "sigmoid".
+        A_log: (H,); None stands for 0.
+        dt_bias: (H,) or (H, dqk); None stands for 0.
+        lower_bound: the smallest log-gate that "sigmoid" returns.
     """
     if activation == "none":
         return clamp(f)
     by_channel = f.dim() == 4
-    wide = _wide(f)
+    z = _wide(f)  # the argument of the activation
     if dt_bias is not None:
-        wide = wide + (_wide(dt_bias).unsqueeze(-1) if by_channel and dt_bias.dim() == 1 else _wide(dt_bias))
+        z = z + (_wide(dt_bias).unsqueeze(-1) if by_channel and dt_bias.dim() == 1 else _wide(dt_bias))
     rate = None
     if A_log is not None:
         rate = _wide(A_log).exp()
         rate = rate.unsqueeze(-1) if by_channel else rate
     if activation == "softplus":
-        decay = -softplus(wide)
+        decay = -softplus(z)
         return clamp(decay if rate is None else decay * rate)
-    return clamp(lower_bound * sigmoid(wide if rate is None else wide * rate))
+    return clamp(lower_bound * sigmoid(z if rate is None else z * rate))
 
 
 def activated(
     x: X, normalize_qk: bool, beta_activation: BetaActivation, gate_activation: GateActivation, lower_bound: float,
     clamp_gates: bool = True,
 ) -> X:  # fmt: skip
-    """Return inputs with the activations applied, without `A_log` and `dt_bias`, and with clamped log-gates.
+    """Return inputs with the activations applied and log-gates clamped; `A_log` and `dt_bias` are then None.
 
-    Without `clamp_gates` log-gates that need no activation stay as they are, in their dtype.
+    Without `clamp_gates`, log-gates without an activation stay as they are, in their dtype.
     """
     q, k, r = x.q, x.k, x.read_key
     if normalize_qk:

@@ -67,7 +67,7 @@ def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
 
 def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaInputs:
     """Return inputs as the backend of a plan reads them, from those of :func:`plan_before_activations`."""
-    if found.backend.takes_activations:
+    if found.backend.activations_by == "backend":
         return x
     clamp_gates = not found.backend.clamps_gates
     return activated_inputs(x, request, found.backend, eager=not found.use_dispatcher, clamp_gates=clamp_gates)
@@ -99,11 +99,12 @@ def activated_inputs(
         x: the inputs.
         request: the arguments of the call.
         backend: what runs it.
-        eager: whether neither a compiler nor a transform takes part, so that the backend's kernels may be launched.
+        eager: whether neither a compiler nor a transform takes part, so that kernels may be launched.
         clamp_gates: whether log-gates without an activation are clamped.
     """
-    of = fused_activations.activated if eager and backend.fuses_activations else activated
-    return of(
+    by_kernels = eager and backend.activations_by == "kernels"
+    apply = fused_activations.activated if by_kernels else activated
+    return apply(
         x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0,
         clamp_gates,
     )  # fmt: skip
@@ -168,7 +169,7 @@ def spec_of(request: DeltaRequest, x: DeltaInputs, backend: DeltaBackend, kernel
         save=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
         final_state=bool(request.return_state),
     )
-    if backend.takes_activations:
+    if backend.activations_by == "backend":
         spec = spec._replace(
             normalize_qk=bool(request.normalize_qk), beta_activation=request.beta_activation,
             gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0,

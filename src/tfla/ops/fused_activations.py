@@ -1,6 +1,6 @@
-"""The activations of the delta rule's inputs on a GPU, each as one kernel for the forward and one for the backward.
+"""The activations of the delta rule's inputs on a GPU, each as one kernel in the forward and one in the backward.
 
-They are those of :mod:`.delta_activations`, for plain eager calls; compilers and transforms take the operations there.
+Eager calls launch these kernels; calls under a compiler or a transform use the operations of :mod:`.delta_activations`.
 The kernels and their equations are in :mod:`tfla.backends.triton.activation_kernels`.
 """
 
@@ -17,16 +17,16 @@ from tfla.ops import delta_activations
 from tfla.ops.delta_activations import EPS
 from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN, clamp
 
-LIMITS = LOG_GATE_MIN, LOG_GATE_MAX
+LIMITS = LOG_GATE_MIN, LOG_GATE_MAX  # of log-gates, which the kernels clamp
 
 
 def activated(
     x: DeltaInputs, normalize_qk: bool, beta_activation: BetaActivation, gate_activation: GateActivation,
     lower_bound: float, clamp_gates: bool = True,
 ) -> DeltaInputs:  # fmt: skip
-    """Return inputs with the activations applied, like :func:`.delta_activations.activated`.
+    """Return inputs with the activations applied, as :func:`.delta_activations.activated` does.
 
-    The gradients of A_log and dt_bias are sums over float32 numbers of steps, in a fixed order.
+    The gradients of A_log and dt_bias are sums over all steps in float32, in an order that does not vary between runs.
     """
     q, k, r, beta, log_f = x.q, x.k, x.read_key, x.beta, x.log_f
     if normalize_qk:
@@ -43,7 +43,7 @@ def activated(
 
 
 class _Normalized(torch.autograd.Function):
-    """The division of rows by their norms, whose backward keeps its input alone."""
+    """The division of rows by their norms, which saves only its input for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -62,33 +62,33 @@ class _Normalized(torch.autograd.Function):
 
 
 class _Gates(torch.autograd.Function):
-    """An activation of gates or of write strengths, whose backward keeps its inputs alone."""
+    """An activation of gates or of write strengths, which saves only its inputs for the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, f: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: GateActivation, bound: float
+        ctx: Any, f: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: GateActivation, factor: float
     ) -> Tensor:
         ctx.save_for_backward(f, A_log, dt_bias)
-        ctx.activation, ctx.bound = activation, bound
-        g: Tensor = _kernels().launch_gates(f, A_log, dt_bias, activation == "softplus", bound, LIMITS)
+        ctx.activation, ctx.factor = activation, factor
+        g: Tensor = _kernels().launch_gates(f, A_log, dt_bias, activation == "softplus", factor, LIMITS)
         return g
 
     @staticmethod
     def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
-        f, A_log, dt_bias = given = ctx.saved_tensors
+        f, A_log, dt_bias = inputs = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated
-            g = delta_activations.log_gate(f, ctx.activation, A_log, dt_bias, ctx.bound)
-            wanted = [t for t in given if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(g, wanted, dg, create_graph=True))
-            return *(next(found) if t is not None and t.requires_grad else None for t in given), None, None
-        of = _kernels().launch_gates_backward(
-            f, A_log, dt_bias, dg.contiguous(), ctx.activation == "softplus", ctx.bound, LIMITS
+            g = delta_activations.log_gate(f, ctx.activation, A_log, dt_bias, ctx.factor)
+            leaves = [t for t in inputs if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(g, leaves, dg, create_graph=True))
+            return *(next(found) if t is not None and t.requires_grad else None for t in inputs), None, None
+        grads = _kernels().launch_gates_backward(
+            f, A_log, dt_bias, dg.contiguous(), ctx.activation == "softplus", ctx.factor, LIMITS
         )
-        return *of, None, None
+        return *grads, None, None
 
 
 def _kernels() -> ModuleType:
-    """Return the module of the kernels, which imports Triton."""
+    """Return the module of the kernels. It imports Triton, which is an optional dependency."""
     from tfla.backends.triton import activation_kernels
 
     return activation_kernels

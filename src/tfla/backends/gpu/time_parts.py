@@ -17,7 +17,7 @@ from tfla.backends.gpu.context import LaunchContext
 
 FEWEST_TILES = 16  # of a part: with fewer the launches of another part would count
 # Fields of inputs, and of operands made of them, whose second dim is not that of steps.
-WITHOUT_STEPS = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "leveled")
+WITHOUT_STEPS = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "needs_levels")
 
 
 def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:

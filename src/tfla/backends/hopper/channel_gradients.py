@@ -113,7 +113,7 @@ class GlobalPointers(NamedTuple):
 class Tiles(NamedTuple):
     """The tensors that tell which tiles a program computes."""
 
-    leveled: Any  # (H, tiles) int8: tiles of another kernel
+    needs_levels: Any  # (H, tiles) int8: 1 for tiles that another kernel computes
     tiles_per_head: Any  # tiles of one head over all batch rows
 
 
@@ -162,8 +162,8 @@ def load_taken(index, tiles, params, L: gl.constexpr):
     """Return 1 where this kernel computes work tile `index`: it has steps, and needs no levels."""
     exists = index < params.num_work_tiles
     _b, h, _start, steps, first_tile = scheduler.get_work_tile(gl.where(exists, index, 0), params, L, True)
-    leveled = gl.load(tiles.leveled + h.to(gl.int64) * tiles.tiles_per_head + first_tile).to(gl.int32)
-    return gl.where(exists & (steps > 0) & (leveled == 0), 1, 0)
+    flag = gl.load(tiles.needs_levels + h.to(gl.int64) * tiles.tiles_per_head + first_tile).to(gl.int32)
+    return gl.where(exists & (steps > 0) & (flag == 0), 1, 0)
 
 
 @gluon.jit
@@ -700,7 +700,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     "first_row", "first_step",
 ])  # fmt: skip
 def channel_gradients_kernel(
-    Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, leveled, beta, dots, dbeta, schedule,
+    Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, needs_levels, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
     first_row, first_step,
     L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, KEY_STAGES: gl.constexpr,
@@ -716,7 +716,7 @@ def channel_gradients_kernel(
         states, cotangents: TMA descriptors of C before each tile and dC after it, (H * tiles, dhv, dqk), in tiles
             (COLUMNS, 64).
         dQ, dK, dG: TMA descriptors of the results, (B, T, H, dqk), in tiles (L, 64).
-        leveled: (H, tiles) int8, which tiles need levels.
+        needs_levels: (H, tiles) int8, 1 for tiles that need levels.
         beta: (B, T, H), any float dtype.
         dots: dv . E over each of DOTS parts of dhv, (DOTS, B, T, H) float32.
         dbeta: Output for parts of the gradient of beta, (B, T, H, PARTS) float32, with BETA.
@@ -740,7 +740,7 @@ def channel_gradients_kernel(
             dq=dQ, dk=dK, dg=dG, dbeta=dbeta, dots=dots, beta=beta, stride_b=stride_b, stride_t=stride_t,
             stride_h=stride_h, tokens=tokens, scale=scale,
         ),
-        Tiles(leveled=leveled, tiles_per_head=tiles_per_head),
+        Tiles(needs_levels=needs_levels, tiles_per_head=tiles_per_head),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=L, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
             first_row=first_row if SLICED else None, first_step=first_step if SLICED else None,
@@ -822,14 +822,14 @@ def supports(ctx: "ChannelContext") -> bool:
 
 
 def launch(
-    ctx: "ChannelContext", leveled: Tensor, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
-    dots: Tensor | None, grads: "Gradients",
+    ctx: "ChannelContext", needs_levels: Tensor, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor,
+    cotangents: Tensor, dots: Tensor | None, grads: "Gradients",
 ) -> None:  # fmt: skip
     """Compute the gradients of all tiles that need no levels.
 
     Args:
         ctx: The context of the call.
-        leveled: Which tiles need levels, (H, tiles) int8.
+        needs_levels: (H, tiles) int8, 1 for tiles that need levels.
         dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
         E: The prediction errors, or without correction the values.
         states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
@@ -851,8 +851,8 @@ def launch(
         host.descriptor(base, E, columns), host.descriptor(base, dh, columns), host.descriptor(base, dv, columns),
         _state_descriptor(ctx, states, columns), _state_descriptor(ctx, cotangents, columns),
         host.descriptor(base, grads.q, 64), host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64),
-        leveled, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles, base.H,
-        base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, ctx.first_row or 0,
+        needs_levels, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles,
+        base.H, base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, ctx.first_row or 0,
         ctx.first_step, L=base.L, COLUMNS=columns, STAGES=stages, KEY_STAGES=key_stages,
         COLUMN_BLOCKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
         DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,

@@ -97,7 +97,7 @@ def exponents_from_middle(g, sums):
 
 @gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row", "low_row"])
 def channel_operands_kernel(
-    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, needs_levels, scale,
     sequences, T, tiles_of_head, H, GROUP, first_row, low_row, qb, qt, qh, kb, kt, kh, rb, rt, rh,
     fb, ft, fh, fd, bb, bt, bh,
     DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, SOLVE: gl.constexpr, SPLIT: gl.constexpr,
@@ -142,7 +142,7 @@ def channel_operands_kernel(
         of_low = token + gl.to_tensor(low_row).to(gl.int64) * T * H if SLICED else token
         Kw_low += of_low * DK
         decays += tile * DK
-        worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
+        worst = 0.0  # the largest exponent of a factor; above BOUND the tile needs levels
         S = gl.zeros([L, L], gl.float32, PRODUCT)  # P, [reading step, writing step]
         M = S
         for c0 in range(0, DK, WIDTH):
@@ -197,7 +197,7 @@ def channel_operands_kernel(
             else:
                 S = warpgroup_mma_wait(0, deps=[S])
             pipeline.barrier()  # the next channels overwrite what both have read
-        gl.store(leveled + tile, gl.where(worst <= BOUND, 0, 1).to(gl.int8))
+        gl.store(needs_levels + tile, gl.where(worst <= BOUND, 0, 1).to(gl.int8))
         # (5) P B and M B
         i = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(1, PRODUCT)), 1)
         j = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, PRODUCT)), 0)
@@ -216,14 +216,14 @@ def supports(ctx: ChannelContext) -> bool:
     return short and ctx.base.K > LARGEST_NARROW_HEAD and not ctx.spec.read_before_decay
 
 
-def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, leveled: Tensor) -> None:
+def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, needs_levels: Tensor) -> None:
     """Launch `channel_operands_kernel`, and `solve_kernel` where M B is to be solved for X B.
 
     Args:
         ctx: The context of the call.
         arguments: The first arguments of `decay_operands`, without `per_program`.
         X: The output for X B, (B, T, H, L), or None where it is not computed.
-        leveled: The output for which tiles need levels, (H, tiles) int8.
+        needs_levels: An output, (H, tiles) int8, 1 for tiles that need levels.
     """
     base = ctx.base
     base.launch(channel_operands_kernel, (base.tiles * base.H,),
@@ -233,4 +233,4 @@ def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, le
         compilation={"maxnreg": REGISTERS},
     )  # fmt: skip
     if X is not None:
-        delta_solve.launch_by_channel(ctx, X, leveled)
+        delta_solve.launch_by_channel(ctx, X, needs_levels)

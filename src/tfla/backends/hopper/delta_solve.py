@@ -230,7 +230,7 @@ def store_block(X, x, i: gl.constexpr, j: gl.constexpr, steps, stride):
 
 @gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def solve_kernel(
-    K, beta, gates, leveled, cu, X, sequences, T, tiles_of_head, H, GROUP, bb, bt, bh, L: gl.constexpr,
+    K, beta, gates, needs_levels, cu, X, sequences, T, tiles_of_head, H, GROUP, bb, bt, bh, L: gl.constexpr,
     GATED: gl.constexpr, BY_CHANNEL: gl.constexpr, IS_VARLEN: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Compute X of every tile, or with BY_CHANNEL X B of those that need no levels. The grid is (tiles, H).
@@ -240,7 +240,7 @@ def solve_kernel(
             not read with BY_CHANNEL, like beta and gates.
         beta: (B, T, H), any float dtype.
         gates: The gate vectors, (H, tiles, VECTORS, L) float32, with GATED.
-        leveled: Which tiles need levels, (H, tiles) int8, with BY_CHANNEL.
+        needs_levels: (H, tiles) int8, 1 for tiles that need levels, with BY_CHANNEL.
         cu: The offsets of packed sequences, (sequences + 1), with IS_VARLEN.
         X: Output, (B, T, H, L); with BY_CHANNEL it has M B before, see above.
         sequences: Number of sequences.
@@ -256,7 +256,7 @@ def solve_kernel(
     tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
     exists = start < length
     if BY_CHANNEL:
-        exists = exists & (gl.load(leveled + tile, mask=exists, other=1) == 0)
+        exists = exists & (gl.load(needs_levels + tile, mask=exists, other=1) == 0)
     if exists:
         batch = first * 0 if IS_VARLEN else s.to(gl.int64)
         t0 = (first + start if IS_VARLEN else start).to(gl.int64)
@@ -426,17 +426,17 @@ def launch(ctx: "DeltaContext", gates: Tensor) -> Tensor:
     return X
 
 
-def launch_by_channel(ctx: "ChannelContext", X: Tensor, leveled: Tensor) -> None:
+def launch_by_channel(ctx: "ChannelContext", X: Tensor, needs_levels: Tensor) -> None:
     """Compute X B of all tiles that need no levels, in the place of M B.
 
     Args:
         ctx: The context of the call.
         X: M B, and then X B, (B, T, H, L).
-        leveled: Which tiles need levels, (H, tiles) int8.
+        needs_levels: (H, tiles) int8, 1 for tiles that need levels.
     """
     base, x = ctx.base, ctx.x
     base.launch(solve_kernel, (base.tiles, base.H),
-        X, ctx.beta, X, leveled, base.cu_seqlens, X, x.sequences, base.T, base.tiles, base.H, base.group,
+        X, ctx.beta, X, needs_levels, base.cu_seqlens, X, x.sequences, base.T, base.tiles, base.H, base.group,
         *time_strides(ctx.beta), L=base.L, GATED=False, BY_CHANNEL=True, IS_VARLEN=base.packed,
         PRECISION=solve_precision(x.q.dtype), num_warps=1, compilation={"maxnreg": MAX_REGISTERS},
     )  # fmt: skip

@@ -9,13 +9,15 @@ channel. So that matrix products can compute what steps of a tile read of each o
                        even and an odd one, has the decays from the write to the end of its block, and those from the
                        start of the block of the read. With gates of at most 1 no factor exceeds 1.
 
-The block is the tile where that is bounded, else 16 steps, or one step, which leaves all pairs to the levels. Kernels
-are launched twice: without LEVELED for bounded tiles, which need no levels, and with it for the others.
+The block is the whole tile if every |c_i| is at most BOUND: such a tile needs no levels. In all other tiles, which need
+levels, the block is 16 steps if these are bounded, else one step, which leaves all pairs to the levels. Kernels are
+launched twice: without LEVELED for tiles that need no levels, and with it for the others. `needs_levels` has a flag for
+each tile.
 
 All sums of exponents are products with matrices of 0, 1 and -1 and have terms of one sign: large exponents, of closed
 gates, cost no digits of others.
 
-A read is by the state after step e: e is the step itself, or for reads before the decay the one before.
+A step reads the state after step e: e is the step itself, or for reads before the decay the step before it.
 """
 
 import triton
@@ -23,24 +25,24 @@ import triton.language as tl
 
 from tfla.backends.gpu.gate_kernels import base2_exponent, clamp_gate
 
-MARKS = tl.constexpr(64)  # tiles of which a program reads at once whether they need levels
+TILE_FLAGS = tl.constexpr(64)  # the flags of tiles that a program reads at once
 
 
 @triton.jit
 def load_exponents(at, inside):
-    """Load log-gates and return their exponents in base 2, 0 outside."""
+    """Load log-gates from the addresses `at` and return their exponents in base 2, 0 where not `inside`."""
     return tl.where(inside, base2_exponent(clamp_gate(tl.load(at, inside, 0.0).to(tl.float32))), 0.0)
 
 
 @triton.jit
 def add_sums(total, weights, x, PRECISION: tl.constexpr):
-    """Return total plus the sums over the rows of x, (L, D), with each row of weights, (L, L), which are 0, 1 and -1.
+    """Return total + weights x, (L, D): sums over the rows of x (L, D) with weights (L, L), which are 0, 1 and -1.
 
-    With PRECISION "bf16x2" x is split into two bfloat16 numbers, which leaves it 16 bits.
+    With PRECISION "bf16x2" x is the sum of two bfloat16 numbers, which hold 16 bits of it.
     """
     if PRECISION == "bf16x2":
         w = weights.to(tl.bfloat16)
-        # Rounded in integers: two numbers are converted by one instruction, and only where the result is not used again
+        # Integers round x: one instruction converts two floats, but only if nothing else reads the result.
         high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
         return tl.dot(w, (x - high).to(tl.bfloat16), tl.dot(w, high.to(tl.bfloat16), total))
     else:
@@ -93,9 +95,9 @@ def sums_from_middle(g, e, shift, PRECISION: tl.constexpr):
 
 @triton.jit
 def block_exponents(g, e, BOUND: tl.constexpr, LEVELS: tl.constexpr, LEVELED: tl.constexpr, PRECISION: tl.constexpr):
-    """Return c of the module docstring for the steps e, log2 of the steps of its blocks, and the largest |c|.
+    """Return c of the module docstring for the steps e (L, D), log2 of the steps of a block, and the largest |c|.
 
-    The block is the tile, or with LEVELED 16 steps where these are bounded and one step elsewhere, whose c is 0.
+    The block is the tile; with LEVELED it is 16 steps if the largest |c| is at most BOUND, else one step, whose c is 0.
     """
     SHIFT: tl.constexpr = 4 if LEVELED else LEVELS
     c = sums_from_middle(g, e, SHIFT, PRECISION)
@@ -107,34 +109,35 @@ def block_exponents(g, e, BOUND: tl.constexpr, LEVELS: tl.constexpr, LEVELED: tl
 
 
 @triton.jit
-def takes_tile(leveled, there, LEVELED: tl.constexpr):
-    """Return whether a program computes its tile: with LEVELED only one that is marked as not bounded."""
+def takes_tile(flag, exists, LEVELED: tl.constexpr):
+    """Return whether a program computes a tile: it exists, and with LEVELED its flag, at this address, is set."""
     if LEVELED:
-        return tl.load(leveled, there, 0) != 0
+        return tl.load(flag, exists, 0) != 0
     else:
-        return there
+        return exists
 
 
 @triton.jit
-def tiles_of_program(leveled, per_program, tiles, LEVELED: tl.constexpr, PARTS: tl.constexpr):
-    """Return the first tile of a program, and how many it may compute; PARTS programs share these tiles.
+def tiles_of_program(needs_levels, per_program, tiles, LEVELED: tl.constexpr, PARTS: tl.constexpr):
+    """Return the first tile of a program, and how many it looks at; PARTS programs share these tiles.
 
-    Without LEVELED that is one. With it these are `per_program` of all `tiles`, or none where no mark is set.
+    Without LEVELED a program has one tile. With it a program has `per_program` of all `tiles`, and looks at none if no
+    flag of theirs is set.
     """
     number = tl.program_id(0) // PARTS
     count = 1
     if LEVELED:
         number *= per_program
-        n = tl.arange(0, MARKS)
+        n = tl.arange(0, TILE_FLAGS)
         count = tl.minimum(per_program, tiles - number)
-        flags = tl.load(leveled + number + n, n < count, 0)
+        flags = tl.load(needs_levels + number + n, n < count, 0)  # (TILE_FLAGS)
         count = tl.where(tl.max(flags.to(tl.int32), 0) != 0, count, 0)
     return number, count
 
 
 @triton.jit
 def head_and_chunk(number, tiles_of_head, H, LEVELED: tl.constexpr):
-    """Return the head and the chunk of a tile; with LEVELED tiles are numbered as in `leveled`, (H, tiles)."""
+    """Return the head and the chunk of tile `number`; with LEVELED the order is (H, tiles), else (tiles, H)."""
     if LEVELED:
         return (number // tiles_of_head).to(tl.int64), number % tiles_of_head
     else:
@@ -149,7 +152,7 @@ def in_odd_block(e, level, L: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def level_factors(g, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the factors of one level, (L, D): of steps e in odd blocks as reads, of those in even blocks as writes."""
+    """Return the factors of one level, (L, D): of reads for steps e in odd blocks, of writes for those in even ones."""
     L: tl.constexpr = g.shape[0]
     i = e[:, None]
     j = tl.arange(0, L)[None, :]
@@ -162,6 +165,6 @@ def level_factors(g, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def level_pairs(e, level, L: tl.constexpr, LEVELS: tl.constexpr):
-    """Return which pairs of a read after step e and a write are of a level, if they are in an odd and an even block."""
+    """Return for which pairs of steps (e, j) the blocks of a level are the two halves of one larger block, (L, L)."""
     shift = LEVELS - level
     return (e[:, None] >> shift) == (tl.arange(0, L)[None, :] >> shift)

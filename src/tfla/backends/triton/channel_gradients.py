@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     ]
 )
 def channel_gradients(
-    Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
+    Q, K, R, F, beta, cu, needs_levels, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
     sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
     gb, gt, gh, eb, et, eh, pitch, first_row, first_step,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
@@ -93,12 +93,12 @@ def channel_gradients(
 
     Args:
         Q, K, R, F, beta, cu, scale: as for `decay_operands`.
-        leveled: (H, tiles) int8, which tiles are not bounded; those are computed with LEVELED, all others without.
+        needs_levels: (H, tiles) int8, 1 for tiles that need levels; they are computed with LEVELED, others without.
         dO, dV: the cotangents of h and of the values, (B, T, H, DV).
         E: the prediction errors, or without CORRECT the values, (B, T, H, DV).
         states, cotangents: C before each tile and dC after it, (H, tiles, DV, DK).
         dots: dv . E over each of DOTS parts of dhv, (DOTS, B, T, H) float32.
-        per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
+        per_program: with LEVELED how many tiles a program looks at, at most TILE_FLAGS; it computes those with a flag.
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
             (B, T, H, DK / BK) float32.
@@ -112,13 +112,13 @@ def channel_gradients(
     """
     PARTS: tl.constexpr = (DK + BK - 1) // BK  # cdiv of constants is a tensor in Triton 3.6
     part = tl.program_id(0) % PARTS
-    n0, count = tiles_of_program(leveled, per_program, tiles_of_head * H, LEVELED, PARTS)
+    n0, count = tiles_of_program(needs_levels, per_program, tiles_of_head * H, LEVELED, PARTS)
     for i in tl.range(0, count, num_stages=1, disable_licm=True):
         h, chunk = head_and_chunk(n0 + i, tiles_of_head, H, LEVELED)
         s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, L, IS_VARLEN)
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
         exists = start < length
-        if exists & ((tl.load(leveled + tile, exists, 0) != 0) == LEVELED):
+        if exists & ((tl.load(needs_levels + tile, exists, 0) != 0) == LEVELED):
             hx = h // GROUP
             row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
             r = tl.arange(0, L)
@@ -325,7 +325,7 @@ class Gradients(NamedTuple):
     beta: Tensor  # (B, T, H) float32
 
 
-# A launcher of another kernel for tiles that need no levels: it takes the context, which tiles need levels, and the
+# A launcher of another kernel for tiles that need no levels: it takes the context, the flags of tiles, and the
 # tensors of :func:`launch` from dh on, of which the gradient of beta has a part for each 32 channels.
 Bounded = Callable[..., None]
 
@@ -364,19 +364,19 @@ def launch(
         dbeta = base.new(base.B, base.T, base.H * parts, 1)
         log_f = grads.log_f if x.channel_gates else base.new(base.B, base.T, base.H * parts, 1)
     if bounded is not None:
-        bounded(ctx, operands.leveled, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta))
-    count, per_program = base.tiles * base.H, ctx.marks_of_program
+        bounded(ctx, operands.needs_levels, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta))
+    count, per_program = base.tiles * base.H, ctx.flags_of_program
     pitch = grads.q.stride(0) // (base.H * base.K) if base.B > 1 or ctx.first_row is not None else base.T
-    for leveled in (True,) if bounded is not None else (False, True):
-        crowded = BEFORE_TRITON_3_5 and leveled and not x.channel_gates
+    for with_levels in (True,) if bounded is not None else (False, True):
+        crowded = BEFORE_TRITON_3_5 and with_levels and not x.channel_gates
         num_warps = max(8, tiles.num_warps) if crowded else tiles.num_warps
-        base.launch(channel_gradients, ((ceil_div(count, per_program) if leveled else count) * parts,),
-            x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
+        base.launch(channel_gradients, ((ceil_div(count, per_program) if with_levels else count) * parts,),
+            x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.needs_levels, dh, dv, E, states,
             cotangents, states if dots is None else dots, grads.q, grads.k,
             grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, base.x.sequences,
             base.T, base.tiles, base.H, base.group, per_program, *ctx.input_strides,
             *time_strides(dh), *time_strides(E), pitch, ctx.first_row or 0, ctx.first_step,
-            DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=leveled,
+            DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=with_levels,
             DOTS=0 if dots is None else dots.shape[0], PITCHED=pitch != base.T, STAGES=tiles.stages,
             num_warps=num_warps, OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32,
             compilation=ampere_mmas(x.q.device), **ctx.tile_constants,

@@ -25,11 +25,11 @@ from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, power_o
 from tfla.backends.gpu.context import LaunchContext, time_strides
 from tfla.backends.gpu.time_parts import TimePart, time_parts
 from tfla.backends.triton import channel_gradients, channel_scans, channel_tiles
-from tfla.backends.triton.channel_decays import MARKS
+from tfla.backends.triton.channel_decays import TILE_FLAGS
 from tfla.backends.triton.channel_tiles import Operands
 
-# The largest exponent, in base 2, of the factors of a bounded tile: float32 products keep their digits, and products of
-# 16-bit inputs, which are computed in bfloat16 or tf32, their range.
+# The largest exponent, in base 2, of the factors of a tile that needs no levels. With it float32 products keep their
+# digits, and products of 16-bit inputs, which are computed in bfloat16 or tf32, their range.
 BOUND = {torch.float32: 24.0, torch.float16: 100.0, torch.bfloat16: 100.0}
 
 
@@ -118,10 +118,10 @@ class ChannelContext:
         return self.spec.correct and self.x.q.dtype == torch.bfloat16
 
     @property
-    def marks_of_program(self) -> int:
-        """The tiles that a program for tiles with levels looks through; a multiprocessor has 8 such programs."""
+    def flags_of_program(self) -> int:
+        """The number of flags of tiles that a program with LEVELED reads; a multiprocessor has 8 such programs."""
         tiles = self.base.tiles * self.base.H
-        return max(1, min(MARKS.value, ceil_div(tiles, 8 * processors(self.x.q.device))))
+        return max(1, min(TILE_FLAGS.value, ceil_div(tiles, 8 * processors(self.x.q.device))))
 
     @property
     def tile_constants(self) -> dict[str, Any]:

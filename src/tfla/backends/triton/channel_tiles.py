@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row", "low_row", "per_program"])
 def decay_operands(
-    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, needs_levels, scale,
     sequences, T, tiles_of_head, H, GROUP, first_row, low_row, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh,
     fb, ft, fh, fd, bb, bt, bh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
@@ -75,22 +75,22 @@ def decay_operands(
         P: P B, (B, T, H, L).
         X: X B, (B, T, H, L); written with SOLVE.
         decays: g, (H, tiles, DK) float32.
-        leveled: (H, tiles) int8, whether a tile is not bounded; written without LEVELED, whose results for such tiles
-            are replaced by those of a second launch with LEVELED.
+        needs_levels: (H, tiles) int8, 1 for tiles that need levels. The launch without LEVELED writes it; that with
+            LEVELED then overwrites what the first one computed for these tiles.
         scale: the factor of the queries.
         first_row: with SLICED the row of Q, K, R, F, Qa, Ra and Kw at which those of the other tensors start.
         low_row: with SLICED the row of Kw_low at which they start.
-        per_program: with LEVELED the tiles, at most MARKS, that a program looks through for marked ones.
+        per_program: with LEVELED how many tiles a program looks at, at most TILE_FLAGS; it computes those with a flag.
         CORRECT: whether there are read keys.
         READ_BEFORE: whether a step reads the state before its decay.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
     """
-    n0, count = tiles_of_program(leveled, per_program, tiles_of_head * H, LEVELED, 1)
+    n0, count = tiles_of_program(needs_levels, per_program, tiles_of_head * H, LEVELED, 1)
     for i in tl.range(0, count, num_stages=1, disable_licm=True):
         h, chunk = head_and_chunk(n0 + i, tiles_of_head, H, LEVELED)
         s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, L, IS_VARLEN)
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
-        if takes_tile(leveled + tile, start < length, LEVELED):
+        if takes_tile(needs_levels + tile, start < length, LEVELED):
             hx = h // GROUP
             row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
             r = tl.arange(0, L)
@@ -102,7 +102,7 @@ def decay_operands(
                 row_of_keys, to_keys = rows_from(first_row, row, to, T * H)
                 _row, to_low = rows_from(low_row, row, to, T * H)
             b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
-            worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
+            worst = 0.0  # the largest exponent of a factor; above BOUND the tile needs levels
             S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
             M = tl.zeros([L, L], tl.float32)
             for c0 in tl.range(0, DK, BK, num_stages=STAGES, disable_licm=True):
@@ -183,7 +183,7 @@ def decay_operands(
                     tl.store(Ra + place, (read * up_r).to(dtype), inside)
                 tl.store(decays + tile * DK + c, decay, c < DK)
             if not LEVELED:
-                tl.store(leveled + tile, tl.where(worst <= BOUND, 0, 1))
+                tl.store(needs_levels + tile, tl.where(worst <= BOUND, 0, 1))
             # (4) P B and X B, (L, L)
             place = to * L + r[None, :]
             S = tl.where(r[:, None] >= r[None, :], S * scale, 0.0) * b[None, :]
@@ -204,16 +204,16 @@ class Operands(NamedTuple):
     P: Tensor  # (B, T, H, L)
     X: Tensor | None  # (B, T, H, L); None without correction
     decays: Tensor  # (H, tiles, dqk) float32
-    leveled: Tensor  # (H, tiles) int8, which tiles are not bounded
+    needs_levels: Tensor  # (H, tiles) int8, 1 for tiles that need levels
 
     def of_part(self, part: TimePart) -> Operands:
-        """Return the operands of a part of the steps, of which a plan has those of tiles, and all others whole."""
+        """Return the operands of a part of the steps; in a plan only those with an entry per tile are cut."""
         found: Operands = part.fields(self)
-        return found._replace(decays=part.of_tiles(self.decays), leveled=part.of_tiles(self.leveled))
+        return found._replace(decays=part.of_tiles(self.decays), needs_levels=part.of_tiles(self.needs_levels))
 
 
 # A launcher of other kernels for tiles that need no levels: it takes the context, the arguments of `decay_operands`
-# before `per_program`, X where it is computed, and the marks of tiles that need levels, which it also writes.
+# before `per_program`, X where it is computed, and the flags of tiles that need levels, which it also writes.
 Bounded = Callable[["ChannelContext", tuple[Any, ...], "Tensor | None", Tensor], None]
 
 
@@ -247,20 +247,20 @@ def launch(
         k_low = operand() if free else base.new(*shape, base.K, dtype=dtype)  # of a slice its rows alone
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
-    leveled = base.new(base.H, base.tiles, dtype=torch.int8)
+    needs_levels = base.new(base.H, base.tiles, dtype=torch.int8)
     tiles = ctx.config.solve if solve else ctx.config.tiles
     arguments = (
         x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k,
-        k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, base.x.sequences,
-        base.T, base.tiles, base.H, base.group, ctx.first_row or 0, ctx.first_row_in(k_low),
+        k if k_low is None else k_low, P, P if X is None else X, decays, needs_levels, ctx.spec.scale,
+        base.x.sequences, base.T, base.tiles, base.H, base.group, ctx.first_row or 0, ctx.first_row_in(k_low),
     )  # fmt: skip
     if bounded is not None:
-        bounded(ctx, arguments, X if solve else None, leveled)
-    count, per_program = base.tiles * base.H, ctx.marks_of_program
-    for leveled_tiles in (True,) if bounded is not None else (False, True):
-        base.launch(decay_operands, (ceil_div(count, per_program) if leveled_tiles else count,),
+        bounded(ctx, arguments, X if solve else None, needs_levels)
+    count, per_program = base.tiles * base.H, ctx.flags_of_program
+    for with_levels in (True,) if bounded is not None else (False, True):
+        base.launch(decay_operands, (ceil_div(count, per_program) if with_levels else count,),
             *arguments, per_program, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys,
-            DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
+            DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=with_levels, **ctx.tile_constants,
             BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps, compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
-    return Operands(q, r, k, k_low, P, X, decays, leveled)
+    return Operands(q, r, k, k_low, P, X, decays, needs_levels)

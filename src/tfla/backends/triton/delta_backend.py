@@ -58,7 +58,7 @@ class TritonDelta(DeltaBackend):
     priority = 10
     kernels = ("fused", BY_SEGMENTS)
     read_after_decay = (BY_SEGMENTS,)
-    fuses_activations = True
+    activations_by = "kernels"
     clamps_gates = True
     reads_rows = True
 

@@ -101,7 +101,7 @@ def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1)
         chosen = _choose(request, x, cut)
     backend, kernel, chunk_size = chosen
     spec = spec_of(request, x, backend, kernel, chunk_size)
-    if not backend.takes_activations:
+    if backend.activations_by != "backend":
         x = activated_inputs(x, request, backend, eager=cut is not None)
     x = x._replace(cu_seqlens=cu_seqlens)
     if cut is None:
