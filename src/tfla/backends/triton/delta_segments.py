@@ -181,7 +181,7 @@ class Segments(NamedTuple):
 
     x: DeltaInputs  # the segments as packed sequences; C are the states before whole sequences, or None
     batch: int  # B
-    number: int  # segments of each sequence
+    segments: int  # the number of segments of each sequence
 
     @staticmethod
     def of(x: DeltaInputs, steps: int) -> Segments:
@@ -192,13 +192,13 @@ class Segments(NamedTuple):
         offsets = offsets_of(x.q.device, B, T, steps)
         return Segments(DeltaInputs(q, k, v, beta, log_f, read_key, None, None, x.C, offsets), B, count)  # type: ignore[arg-type]
 
-    def back(self, t: Tensor) -> Tensor:
-        """Return a tensor (1, B T, ...) as (B, T, ...)."""
+    def as_batch(self, t: Tensor) -> Tensor:
+        """Return a view (B, T, ...) of a tensor (1, B T, ...)."""
         return t.view(self.batch, -1, *t.shape[2:])
 
-    def of_sequences(self, t: Tensor, place: int) -> Tensor:
-        """Return the states (B, H, ...) of one segment of each sequence, from those of all segments."""
-        return t.view(self.batch, self.number, *t.shape[1:])[:, place]
+    def states_of_sequences(self, t: Tensor, index: int) -> Tensor:
+        """Return the states of the segment `index` of each sequence, (B, H, ...), from those of all segments."""
+        return t.view(self.batch, self.segments, *t.shape[1:])[:, index]
 
 
 def count_segments(batch: int, T: int, heads: int, steps: int) -> int:
@@ -353,7 +353,7 @@ def backward(
 def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD) -> DeltaOutputs:
     """Record or replay the launches of a forward with segments of `spec.chunk_size` steps."""
     cut = Segments.of(x, spec.chunk_size)
-    signature = delta.call_signature(("segmented forward", kernels, cut.number), cut.x, spec)
+    signature = delta.call_signature(("segmented forward", kernels, cut.segments), cut.x, spec)
     found: Any = recorded_launches(signature)
     if found is not None:
         out = DeltaOutputs(*found(cut.x))
@@ -362,13 +362,13 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWA
             given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
             ctx = context(recorder, given, spec)
             boundary = ctx.base.new(ctx.x.sequences, ctx.base.H, ctx.base.K, ctx.base.V + ctx.base.K)
-            out = forward(ctx, given.C, cut.number, kernels, *_stored(ctx, boundary))
+            out = forward(ctx, given.C, cut.segments, kernels, *_stored(ctx, boundary))
             out = out._replace(chunk_C=boundary if spec.save else out.chunk_C)
             recorder.results = out
-    C = cut.of_sequences(out.C, -1) if spec.final_state else out.C
-    E = cut.back(out.E) if spec.save else out.E
-    X = cut.back(out.X) if spec.save else out.X
-    return DeltaOutputs(cut.back(out.h), C, E, X, out.chunk_C)
+    C = cut.states_of_sequences(out.C, -1) if spec.final_state else out.C
+    E = cut.as_batch(out.E) if spec.save else out.E
+    X = cut.as_batch(out.X) if spec.save else out.X
+    return DeltaOutputs(cut.as_batch(out.h), C, E, X, out.chunk_C)
 
 
 def run_backward(
@@ -378,7 +378,7 @@ def run_backward(
     """Record or replay the launches of a backward with segments of `spec.chunk_size` steps."""
     cut = Segments.of(x, spec.chunk_size)
     given = *cut.x, as_one_row(out.E), as_one_row(out.X), out.chunk_C, as_one_row(dh), dC
-    signature = delta.call_signature(("segmented backward", kernels, cut.number), cut.x, spec, *given[len(x) :])
+    signature = delta.call_signature(("segmented backward", kernels, cut.segments), cut.x, spec, *given[len(x) :])
     found: Any = recorded_launches(signature)
     if found is not None:
         grads = DeltaGrads(*found(given))
@@ -393,10 +393,10 @@ def run_backward(
             ctx = context(recorder, inputs, spec)
             starts, transitions = _stored(ctx, boundary)
             contexts = ctx, context(recorder, inputs, spec, starts)
-            grads = backward(contexts, E, X, transitions, cotangent, of_final, cut.number, kernels)
+            grads = backward(contexts, E, X, transitions, cotangent, of_final, cut.segments, kernels)
             recorder.results = grads  # type: ignore[assignment]
-    per_step = [None if t is None else cut.back(g) for g, t in zip(grads, x[:6], strict=False)]  # type: ignore[arg-type]
-    first = None if x.C is None or grads.C is None else cut.of_sequences(grads.C, 0)
+    per_step = [None if t is None else cut.as_batch(g) for g, t in zip(grads, x[:6], strict=False)]  # type: ignore[arg-type]
+    first = None if x.C is None or grads.C is None else cut.states_of_sequences(grads.C, 0)
     return DeltaGrads(*per_step, A_log=None, dt_bias=None, C=first)  # type: ignore[arg-type,misc]
 
 

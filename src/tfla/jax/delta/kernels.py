@@ -52,11 +52,11 @@ Results = tuple[Array, Any]  # h and the final C
 STEPS = ("btgk", "btgk", "bthv", "bth")  # q, k, v and beta
 INPUTS = (*STEPS, "bthk", "btgk", "nhkv", "o")  # KernelArrays with gates by channel
 SAVED = ("bthv", "bthx")  # E and X
-SAVED_OF_SEGMENTS = (*SAVED, "shkv", "shky")  # with the states at the starts of segments, and their transitions
+SAVED_OF_SEGMENTS = (*SAVED, "shkv", "shky")  # and the states at the starts of segments, and transitions of segments
 
 
 def _dims(spec: KernelSpec, x: KernelArrays, forward: bool) -> partitions.Dims:
-    """Return the dims of what the forward or the backward is given and returns."""
+    """Return the dims of the arguments and of the results of the forward, or else of the backward."""
     saved = SAVED if Cut.of(x.v, spec.options) is None else SAVED_OF_SEGMENTS
     inputs = INPUTS if x.log_f is None or x.log_f.ndim == 4 else (*STEPS, "bth", *INPUTS[5:])
     if forward:
@@ -136,7 +136,7 @@ def _launch_code(backend: str) -> tuple[Any, Any]:
 def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) -> Any:
     """Return the lowered plan of a forward, or of a backward, which is also given what was saved, dh and dC.
 
-    With a cut, the signature is that of segments as packed sequences, but for C and dC, which are of whole sequences.
+    With a cut, the signature has segments as packed sequences, except for C and dC, which are those of whole sequences.
     A forward that saves also compiles the kernels of its backward, beside its own.
     """
     from tfla.backends.gpu import planning, runtime
@@ -184,37 +184,37 @@ def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> 
     return found
 
 
-def _in_segments(cut: Cut, x: KernelArrays) -> KernelArrays:
-    """Return the arrays of a dense call as packed sequences, which are segments; C is that of whole sequences."""
+def _as_segments(cut: Cut, x: KernelArrays) -> KernelArrays:
+    """Return the arrays of a dense call with its segments as packed sequences; C stays that of whole sequences."""
     return KernelArrays._make([*map(cut.as_row, x[:6]), x.C, cut.offsets(x.v)])
 
 
-def _uncut(cut: Cut, x: KernelArrays) -> KernelArrays:
-    """Return the arrays that `_in_segments` was given."""
-    return KernelArrays._make([*map(cut.back, x[:6]), x.C, None])
+def _as_sequences(cut: Cut, x: KernelArrays) -> KernelArrays:
+    """Return the arrays of a dense call, the inverse of `_as_segments`."""
+    return KernelArrays._make([*map(cut.as_batch, x[:6]), x.C, None])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Any]:
-    """Launch the forward as one compiled function: h, the final C, E and X, and what is stored of segments."""
+    """Launch the forward as one compiled function and return h, the final C, and the arrays that the backward reads."""
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
         own = KernelArrays(*arrays)  # type: ignore[arg-type]
         cut = Cut.of(own.v, spec.options)
-        given = own if cut is None else _in_segments(cut, own)
+        given = own if cut is None else _as_segments(cut, own)
 
-        def otherwise(whole: list[Array | None]) -> list[Array | None]:
+        def without_kernels(whole: list[Array | None]) -> list[Array | None]:
             arrays = KernelArrays(*whole)  # type: ignore[arg-type]
             if cut is None:
                 return list(_plain(spec, arrays))
-            h, C = _plain(spec, _uncut(cut, arrays))
-            return [cut.as_row(h), cut.among_segments(C, -1)]
+            h, C = _plain(spec, _as_sequences(cut, arrays))
+            return [cut.as_row(h), cut.states_of_segments(C, -1)]
 
-        found: list[Array] = on_platform(_plan(spec, cut, signature(given), True), given, otherwise)
+        found: list[Array] = on_platform(_plan(spec, cut, signature(given), True), given, without_kernels)
         if cut is None:
             return found
         h, C, E, X, *boundary = found
-        return [cut.back(h), cut.of_sequences(C, -1), cut.back(E), cut.back(X), *boundary]
+        return [cut.as_batch(h), cut.states_of_sequences(C, -1), cut.as_batch(E), cut.as_batch(X), *boundary]
 
     h, C, *saved = by_batch(launch, x, _dims(spec, x, True))
     return [h, C if spec.options.final_state else None, *without_empty(saved)]
@@ -229,7 +229,7 @@ def attend(spec: KernelSpec, x: KernelArrays) -> Results:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saving(spec: KernelSpec, x: KernelArrays) -> list[Array]:
-    """Compute the results and what the backward reads, see :func:`tfla.jax.kernels._saving`."""
+    """Compute the results and the arrays that the backward reads, as :func:`tfla.jax.kernels._saving` does."""
     return _launch_forward(spec, x)
 
 
@@ -264,23 +264,23 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
         cut, given = Cut.of(own.v, spec.options), arrays
         if cut is not None:
             E, X, starts, transitions, dh, dC = arrays[8:]
-            given = *_in_segments(cut, own), cut.as_row(E), cut.as_row(X), starts, transitions, cut.as_row(dh), dC
+            given = *_as_segments(cut, own), cut.as_row(E), cut.as_row(X), starts, transitions, cut.as_row(dh), dC
 
-        def otherwise(whole: list[Array | None]) -> list[Array | None]:
+        def without_kernels(whole: list[Array | None]) -> list[Array | None]:
             x, dh = KernelArrays(*whole[:8]), whole[-2]  # type: ignore[arg-type]
             assert dh is not None
             if cut is not None:
-                x, dh = _uncut(cut, x), cut.back(dh)
+                x, dh = _as_sequences(cut, x), cut.as_batch(dh)
             found: list[Any] = list(_plain_gradients(spec, x, (dh, whole[-1]))[:7])
             if cut is not None:
-                found = [*map(cut.as_row, found[:6]), cut.among_segments(found[6], 0)]
+                found = [*map(cut.as_row, found[:6]), cut.states_of_segments(found[6], 0)]
             return [g for g, t in zip(found, whole, strict=False) if t is not None]
 
-        found: list[Array] = on_platform(_plan(spec, cut, signature(given), False), given, otherwise)
+        found: list[Array] = on_platform(_plan(spec, cut, signature(given), False), given, without_kernels)
         if cut is None:
             return found
         steps = sum(t is not None for t in own[:6])
-        return [*map(cut.back, found[:steps]), *(cut.of_sequences(g, 0) for g in found[steps:])]
+        return [*map(cut.as_batch, found[:steps]), *(cut.states_of_sequences(g, 0) for g in found[steps:])]
 
     found = by_batch(launch, (*x, *with_empty(saved), dh, dC), _dims(spec, x, False))
     every: Any = [None if t is None else found.pop(0).astype(t.dtype) for t in x[:7]]
@@ -308,7 +308,7 @@ gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
-    """Return the arrays that kernels read: without activations, and None for what is not given.
+    """Return the arrays that kernels read: activations are applied, and what is not given is None.
 
     Write strengths and gates without an activation that have the dtype of q are read as they are.
     """

@@ -1,6 +1,7 @@
-"""The kernel "segmented" of the delta rule under JAX, whose segments are packed sequences of one batch row.
+"""The kernel "segmented" of the delta rule under JAX.
 
-The launch code is that of :mod:`tfla.backends.triton.delta_segments`.
+It divides each sequence of a dense call into segments, which are packed sequences of one batch row for the kernels. The
+launch code is that of PyTorch's backend, :mod:`tfla.backends.triton.delta_segments`.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from jax import Array
 
 from tfla.jax.inputs import vary, varying_axes
 
-BY_SEGMENTS = "segmented"  # the kernel that computes the segments of a sequence side by side
+BY_SEGMENTS = "segmented"  # the kernel that computes the segments of a sequence in parallel
 
 
 class Cut(NamedTuple):
-    """How the sequences of a dense call are cut into segments; all of it is static."""
+    """The division of the sequences of a dense call into segments; its numbers are static."""
 
     batch: int  # B
     T: int
-    steps: int  # of a segment, whole tiles
+    steps: int  # of a segment, a multiple of a tile's
 
     @staticmethod
     def of(v: Array, options: Any) -> Cut | None:
-        """Return how a call is cut, or None where the kernel is another one or there are no steps.
+        """Return the division for a call, or None if its kernel is not "segmented" or v is empty.
 
         Args:
             v: the values, (B, T, H, dhv).
-            options: those of the call, :class:`tfla.backends.delta.DeltaSpec`.
+            options: the options of the call, :class:`tfla.backends.delta.DeltaSpec`.
         """
         if options.kernel != BY_SEGMENTS or 0 in v.shape[:2]:
             return None
@@ -37,34 +38,41 @@ class Cut(NamedTuple):
         return Cut(v.shape[0], v.shape[1], segment_steps(options.chunk_size))
 
     @property
-    def number(self) -> int:
+    def segments(self) -> int:
         """The number of segments of a sequence."""
         return -(-self.T // self.steps)
 
     def offsets(self, like: Array) -> Array:
-        """Return the offsets of all segments, int32, which vary over the mesh axes over which `like` does."""
-        segment = jnp.arange(self.batch * self.number + 1, dtype=jnp.int32)  # no constant: the partitioner takes none
-        starts = segment // self.number * self.T + segment % self.number * self.steps
+        """Return the offsets of all segments, int32, varying over the same mesh axes as `like`."""
+        # They are computed in the program, since the partitioner accepts no array constants.
+        segment = jnp.arange(self.batch * self.segments + 1, dtype=jnp.int32)
+        starts = segment // self.segments * self.T + segment % self.segments * self.steps
         return vary(starts, varying_axes(like))
 
     def as_row(self, x: Any) -> Any:
         """Return (B, T, ...) as (1, B T, ...), and None or an empty array as it is."""
         return x.reshape(1, self.batch * self.T, *x.shape[2:]) if x is not None and x.size else x
 
-    def back(self, x: Any) -> Any:
+    def as_batch(self, x: Any) -> Any:
         """Return (1, B T, ...) as (B, T, ...), and None or an empty array as it is."""
         return x.reshape(self.batch, self.T, *x.shape[2:]) if x is not None and x.size else x
 
-    def of_sequences(self, C: Any, place: int) -> Any:
-        """Return the states (B, H, ...) of one segment of each sequence, or an empty array as it is."""
-        return C.reshape(self.batch, -1, *C.shape[1:])[:, place] if C.size else C
+    def states_of_sequences(self, C: Any, index: int) -> Any:
+        """Return the states of the segment `index` of each sequence, (B, H, ...), from those of all segments.
 
-    def among_segments(self, C: Any, place: int) -> Any:
-        """Return states of all segments that are C (B, H, ...) at one place of each sequence and else 0, or None."""
+        An empty array is returned as it is.
+        """
+        return C.reshape(self.batch, -1, *C.shape[1:])[:, index] if C.size else C
+
+    def states_of_segments(self, C: Any, index: int) -> Any:
+        """Return states of all segments: C (B, H, ...) for the segment `index` of each sequence, and 0 for the others.
+
+        None is returned for None.
+        """
         if C is None:
             return None
-        every = jnp.zeros((self.batch, self.number, *C.shape[1:]), C.dtype)
-        return every.at[:, place].set(C).reshape(-1, *C.shape[1:])
+        every = jnp.zeros((self.batch, self.segments, *C.shape[1:]), C.dtype)
+        return every.at[:, index].set(C).reshape(-1, *C.shape[1:])
 
 
 def launch_forward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any) -> list[Any]:
@@ -72,14 +80,14 @@ def launch_forward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any) 
 
     Args:
         backend: the name of the backend.
-        options: those of the call.
-        cut: how sequences are cut.
+        options: the options of the call.
+        cut: the division of sequences into segments.
         recorder: the recorder of the plan.
         x: the segments as packed sequences; x.C are the states before whole sequences, or None.
 
     Returns:
-        h, the final C of all segments, E, X, and the states at the starts of segments and their transitions; those
-        that the options do not ask for are empty.
+        h, the final C of all segments, E, X, the states at the starts of segments, and the transitions of segments;
+        results that the options do not ask for are empty.
     """
     from tfla.backends import DELTA_BACKENDS
     from tfla.backends.triton import delta_segments
@@ -95,18 +103,20 @@ def launch_forward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any) 
 
 
 def launch_backward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any, more: Any) -> Any:
-    """Launch the backward of segments and return the gradients, that of C for all segments.
+    """Launch the backward of segments and return the gradients; that of C has a state for each segment.
 
     Args:
         backend, options, cut, recorder, x: as in :func:`launch_forward`.
-        more: E, X and what the forward stored of segments, dh, and dC of whole sequences or None.
+        more: E, X, the states at the starts of segments and their transitions, as the forward returned them; dh; and
+            dC of whole sequences, or None.
     """
     from tfla.backends import DELTA_BACKENDS
     from tfla.backends.triton import delta_segments
     from tfla.backends.triton.delta_backend import in_segments
 
     E, X, starts, transitions, dh, dC = more
-    own, from_starts = (delta_segments.context(recorder, x, in_segments(options), C) for C in (None, starts))
-    count = delta_segments.count_segments(cut.batch, cut.T, own.base.H, cut.steps)
+    spec = in_segments(options)
+    contexts = delta_segments.context(recorder, x, spec), delta_segments.context(recorder, x, spec, starts)
+    count = delta_segments.count_segments(cut.batch, cut.T, contexts[0].base.H, cut.steps)
     kernels = DELTA_BACKENDS[backend].segment_gradients()  # type: ignore[attr-defined]
-    return delta_segments.backward((own, from_starts), E, X, transitions, dh, dC, count, kernels)
+    return delta_segments.backward(contexts, E, X, transitions, dh, dC, count, kernels)
