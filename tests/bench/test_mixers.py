@@ -85,14 +85,14 @@ def test_what_a_graph_reads_outlives_its_capture(mixer: str, monkeypatch: pytest
         read.extend([x, *self.parameters(), *(t for t in tree_leaves(state) if t is not None)])
         return step(self, x, state, **options)
 
-    def captured(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[Addresses, torch.Tensor]:
+    def capture_graph(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[Addresses, torch.Tensor]:
         result = call()
         graph = Addresses(read)
         read.clear()
         return graph, result
 
     monkeypatch.setattr(MIXERS[mixer], "step", observed)
-    monkeypatch.setattr(mixers, "captured", captured)
+    monkeypatch.setattr(mixers, "capture_graph", capture_graph)
     work = mixers.step(Problem(**PROBLEM | {"device": "cpu:0"}), mixer, **SMALL)  # a device that is not named "cpu"
     assert work.run(*work.inputs).shape == (2, 32)
     work.inputs.clear()

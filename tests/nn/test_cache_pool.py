@@ -118,11 +118,11 @@ def test_graphs_pad_steps_of_a_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
         def replay(self) -> None:
             self.result.copy_(self.call())  # type: ignore[operator]
 
-    def captured(call: object, device: object, pool: object) -> tuple[Recorded, Tensor]:
+    def capture_graph(call: object, device: object, pool: object) -> tuple[Recorded, Tensor]:
         result = call()  # type: ignore[operator]
         return Recorded(call, result), result
 
-    monkeypatch.setattr(decode, "captured", captured)
+    monkeypatch.setattr(decode, "capture_graph", capture_graph)
     served = Texts(build("hybrid", torch.float64), 5)
     served.prefill([3, 0], 6)
     decoder = Decoder(served.model, served.pool, batches=(2, 4))

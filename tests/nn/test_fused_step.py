@@ -11,7 +11,7 @@ import torch
 
 from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.nn import LanguageModel, fused_step
-from tfla.nn.decode import owned
+from tfla.nn.decode import copy_state
 from tfla.nn.fused_step import FusedStep, unsupported
 from tfla.nn.step_tiles import choose_tiles
 
@@ -87,7 +87,7 @@ def test_proposed_tokens_are_those_of_the_model(
     state, lengths = model.read_prompt(prompt)[1], torch.tensor([1, 3], device=DEVICE)
     assert unsupported(model, state, ids.numel()) is None
     expected, accept = model.steps(ids, state)
-    logits, accept_fused = FusedStep(model, ids.numel()).steps(ids, owned(state, None))
+    logits, accept_fused = FusedStep(model, ids.numel()).steps(ids, copy_state(state, None))
     close(logits, expected)
     for after, wanted in zip(accept_fused(lengths), accept(lengths), strict=True):
         for part, own in zip(after, wanted, strict=True):

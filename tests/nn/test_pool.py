@@ -149,11 +149,11 @@ class Recorded:
 def test_graphs_pad_a_step_to_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding changes no row, and captures change none; a graph keeps what it calls."""
 
-    def captured(call: Callable[[], Tensor], device: object, pool: object) -> tuple[Recorded, Tensor]:
+    def capture_graph(call: Callable[[], Tensor], device: object, pool: object) -> tuple[Recorded, Tensor]:
         result = call()
         return Recorded(call, result), result
 
-    monkeypatch.setattr(decode, "captured", captured)
+    monkeypatch.setattr(decode, "capture_graph", capture_graph)
     model = model_of("recurrences")
     pool = used_pool(model, 6)
     expected = tuple(each.clone() for each in pool)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tfla.backends.gpu.runtime import INTERPRETED
-from tfla.nn.decode import captured
+from tfla.nn.decode import capture_graph
 from tfla.nn.mixers import fused_convolution, plain_convolution
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.short_convolution import ShortConvolution
@@ -227,7 +227,7 @@ def test_many_tiles_and_cuda_graphs(dtype: torch.dtype) -> None:
             return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
     found = run()
-    graph, replayed = captured(run, dy.device)  # type: ignore[arg-type, return-value]
+    graph, replayed = capture_graph(run, dy.device)  # type: ignore[arg-type, return-value]
     graph.replay()
     wide = [t.detach().double().requires_grad_() for t in leaves]
     truth = plain_convolution.convolve(F.silu, F.pad(wide[0], (0, 0, 3, 0)), wide[1], wide[2], first, None)

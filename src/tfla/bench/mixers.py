@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tfla.measure.problem import Problem, Work
 from tfla.nn import KeyValues, ModelConfig
-from tfla.nn.decode import captured
+from tfla.nn.decode import capture_graph
 from tfla.nn.layers import SequenceMixer
 from tfla.nn.mixers import MIXERS
 
@@ -89,7 +89,7 @@ class Replay:
 
     def __init__(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.call, self.x = call, x
-        self.graph, self.result = captured(lambda: call(x), x.device)
+        self.graph, self.result = capture_graph(lambda: call(x), x.device)
 
     def __call__(self, _: Tensor) -> Tensor:
         """Replay the call and return its result, which the next replay overwrites."""

@@ -1,4 +1,4 @@
-"""Decoding of a batch whose state stays at fixed addresses, for generation and for serving."""
+"""Decoding of a batch whose state stays at fixed addresses, as CUDA graphs need, for generation and for serving."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class Decoder:
 
     Between steps, :meth:`gather`, :meth:`scatter` and :meth:`reset` read, replace and restart single sequences of the
     batch. With ``batches`` the state is a pool with a row for each sequence that a server can hold, and each step
-    advances the sequences of some rows. No gradients are recorded.
+    advances the sequences of some of its rows. No gradients are recorded.
 
     Args:
         model: the model. A graph reads its weights at the addresses that they have now.
         state: the state of the batch, from :meth:`LanguageModel.initial_state` or from a prompt. It is copied, unless
-            it is a pool, which steps overwrite where it is, as :meth:`LanguageModel.hidden` with state_indices does.
+            it is a pool: steps overwrite a pool in place, as :meth:`LanguageModel.hidden` with state_indices does.
         capacity: for models with attention, the number of tokens of a sequence for which its caches have room from the
-            start; None lets the caches grow, without a CUDA graph and without single sequences that can be replaced,
-            or keeps the capacity that all caches of ``state`` have. A pool has one of its own.
+            start. With None the caches keep the capacity that those of ``state`` have. If these have none, they grow,
+            without a CUDA graph, and single sequences cannot be replaced. A pool has a capacity of its own.
         cuda_graph: whether to capture a CUDA graph; None captures one where possible, for recurrent mixers on a
             GPU.
-        batches: for a pool, the numbers of sequences for which a step is captured in a CUDA graph of its own. A step of
-            fewer sequences is padded to the next of them; more than the largest one are an error. None is no pool.
+        batches: for a pool, the numbers of sequences for each of which a step is captured in a CUDA graph. A step of
+            another number is padded to the next larger one; more sequences than the largest one are an error. With None
+            the state is no pool.
 
     Raises:
         TypeError, ValueError: the state does not fit the model; the message names the block and what is expected.
@@ -56,8 +57,8 @@ class Decoder:
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)
         self.batches = None if batches is None else _check_batches(batches, state)
-        # The tokens of each sequence in caches; empty without attention, and for pools, of which the host reads none.
-        # A capacity makes a copy, in which each sequence begins with its document.
+        # The number of tokens of each sequence in caches; empty without attention, and for pools, whose numbers stay on
+        # the GPU. With a capacity the caches are copied, and the copies begin with the current document.
         self._used = _cached_tokens(state, moved=capacity is not None) if batches is None else []
         if capacity is not None:
             if batches is not None:
@@ -66,7 +67,7 @@ class Decoder:
                     "initial_state"
                 )
             check_int("capacity", capacity, max(self._used, default=0) + 1)
-        self.capacity = (_room(state) if capacity is None else capacity) if self._used else None
+        self.capacity = (_common_capacity(state) if capacity is None else capacity) if self._used else None
         constant = not self._used or self.capacity is not None  # whether no step changes the size of the state
         check_cuda_graph(cuda_graph, constant, device)
         if is_sharded(model):  # a step gathers parameters, which no graph captures
@@ -78,12 +79,12 @@ class Decoder:
         if self.batches is not None:
             self.state: ModelState = state
             if device.type == "cuda" and cuda_graph is not False:
-                for size in reversed(self.batches):  # smaller ones find room in the memory of the largest one
+                for size in reversed(self.batches):  # all graphs use the memory pool of the largest one
                     self._pooled[size] = PooledGraph(self, size, next(iter(self._pooled.values()), None))
             return
-        self.state = owned(state, capacity)
+        self.state = copy_state(state, capacity)
         if device.type == "cuda" and constant and cuda_graph is not False:
-            # Capturing runs a step. In a cache it writes after the last token, where the first step will write.
+            # Capturing runs a step, whose changes are undone: the first step overwrites what it adds to a cache.
             before = [(t, t.clone()) for t in stepped_tensors(self.state)]
             self._capture(device)
             for target, source in before:
@@ -128,7 +129,7 @@ class Decoder:
         return self._logits
 
     def _step_rows(self, ids: Tensor, indices: Tensor | None, batches: Sequence[int]) -> Tensor:
-        """Advance the sequences of some rows of the pool."""
+        """Advance the sequences with these rows of the pool, and return their logits."""
         if indices is None:
             raise ValueError("state_indices: got None, expected the rows (B,) of the pool that the sequences have")
         size = next((size for size in batches if size >= len(ids)), None)
@@ -193,29 +194,29 @@ class Decoder:
         self._ids = torch.zeros(self.batch, dtype=torch.int64, device=device)
         fusable = fused_step.unsupported(self.model, self.state) is None
         self._fused = fused_step.FusedStep(self.model, self.batch) if fusable else None
-        self._graph, self._logits = captured(self._advance, device)
+        self._graph, self._logits = capture_graph(self._advance, device)
 
 
 class PooledGraph:
     """A CUDA graph of a step of ``size`` sequences of a pool.
 
     Args:
-        decoder: the decoder whose pool it is.
+        decoder: the decoder that has the pool.
         size: the number of sequences.
-        like: another graph, whose memory this one may use for what it computes in between.
+        other: another graph, whose memory this one shares for intermediate results, or None.
     """
 
-    def __init__(self, decoder: Decoder, size: int, like: PooledGraph | None) -> None:
+    def __init__(self, decoder: Decoder, size: int, other: PooledGraph | None) -> None:
         device = decoder.model.embedding.weight.device
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.indices = torch.full((size,), -1, dtype=torch.int64, device=device)  # a step of padding writes nothing
         model, state = decoder.model, decoder.state
         fusable = fused_step.unsupported(model, state, size) is None
-        # Kept, since the graph reads and writes the buffers of a fused step.
+        # The fused step owns buffers that the graph reads and writes, so that it must live as long as the graph.
         self.step: Any = fused_step.FusedStep(model, size) if fusable else model.step
-        memory = None if like is None else like.graph.pool()
+        memory = None if other is None else other.graph.pool()
         self.graph: torch.cuda.CUDAGraph
-        self.graph, self.logits = captured(
+        self.graph, self.logits = capture_graph(
             lambda: self.step(self.ids, state, state_indices=self.indices)[0], device, memory
         )
 
@@ -230,17 +231,17 @@ class PooledGraph:
 
 
 @torch.no_grad()
-def captured(
+def capture_graph(
     call: Callable[[], Tensor], device: torch.device, pool: Any = None, generator: torch.Generator | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Run a call twice, the second time to capture it in a CUDA graph, and return the graph and the call's result.
+    """Run a call, capture it in a CUDA graph, and return the graph and the result that its replays overwrite.
 
     The first replay draws the random numbers that the call would have drawn without a graph.
 
     Args:
         call: the call.
         device: the GPU.
-        pool: the memory of another graph.
+        pool: the memory pool of another graph, or None.
         generator: the generator of the call's random numbers; None is torch's global one.
     """
     draws = torch.cuda.default_generators[device.index] if generator is None else generator
@@ -263,7 +264,7 @@ def captured(
 
 
 def _check_batches(batches: object, state: ModelState) -> tuple[int, ...]:
-    """Return the numbers of sequences of a pool's steps, sorted, after a check of them and of the pool."""
+    """Check the argument ``batches`` and the pool, and return the sorted numbers of sequences."""
     if not isinstance(batches, Sequence) or isinstance(batches, str) or not batches:
         raise TypeError(f"batches: got {batches!r}, expected None or a sequence of ints")
     for size in batches:
@@ -278,14 +279,14 @@ def _tensors(state: ModelState) -> list[Tensor]:
 
 
 def stepped_tensors(state: ModelState) -> list[Tensor]:
-    """Return the tensors that a step changes; of a cache only the numbers of tokens, after which places are free."""
+    """Return the tensors that a step changes; of a cache only the numbers of tokens: places after them are unused."""
     return [
         t for own in state for t in ((own.length,) if isinstance(own, KeyValues) else tree_leaves(own)) if t is not None
     ]
 
 
 def copy_into(state: ModelState, new: ModelState) -> None:
-    """Copy the tensors of a new state that are not those of the state already into the state."""
+    """Copy the tensors of a new state into those of the state, except for tensors that were updated in place."""
     pairs = [
         (old, now) for old, now in zip(_tensors(state), _tensors(new), strict=True) if old.data_ptr() != now.data_ptr()
     ]
@@ -293,28 +294,31 @@ def copy_into(state: ModelState, new: ModelState) -> None:
         torch._foreach_copy_([old for old, _ in pairs], [now for _, now in pairs])
 
 
-def owned(state: ModelState, capacity: int | None) -> ModelState:
-    """Return a copy of the state of a batch, with caches as :func:`own_state` makes them."""
-    return tuple(own_state(block_state, capacity) for block_state in state)
+def copy_state(state: ModelState, capacity: int | None) -> ModelState:
+    """Return a copy of the state of a batch, see :func:`copy_block_state`."""
+    return tuple(copy_block_state(block_state, capacity) for block_state in state)
 
 
-def own_state(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:
-    """Return a copy of a block's state, with room for ``capacity`` tokens; without it a cache itself, if it grows."""
+def copy_block_state(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:
+    """Return a copy of a block's state; with a capacity, a cache of attention gets room for so many tokens.
+
+    A cache that grows is returned as it is without a capacity, since steps do not overwrite it.
+    """
     if not isinstance(state, KeyValues) or (capacity is None and state.length is not None):
         return state.clone()
     return state if capacity is None else state.reserve(capacity)
 
 
-def _room(state: ModelState) -> int | None:
-    """Return the number of tokens for which all caches have room from the start; None if one grows."""
+def _common_capacity(state: ModelState) -> int | None:
+    """Return the smallest capacity of all caches of attention, or None if one of them grows."""
     caches = [cache for cache in state if isinstance(cache, KeyValues)]
     return None if any(cache.length is None for cache in caches) else min(cache.k.shape[1] for cache in caches)
 
 
 def _cached_tokens(state: ModelState, moved: bool = False) -> list[int]:
-    """Return how many places of caches each sequence takes at most; none for a model without attention.
+    """Return the largest number of tokens that each sequence has in a cache; an empty list without attention.
 
-    With ``moved`` those that it takes after :meth:`KeyValues.scatter`, which leaves out what is before a document.
+    With ``moved``, tokens before the current document are not counted, since :meth:`KeyValues.scatter` leaves them out.
     """
     found: list[int] = []
     for cache in state:
@@ -325,12 +329,12 @@ def _cached_tokens(state: ModelState, moved: bool = False) -> list[int]:
 
 
 def _rows(rows: Tensor | Sequence[int]) -> list[int]:
-    """Return the indices of sequences as a list, which waits for a GPU that has them."""
+    """Return the indices of sequences as a list. If they are on a GPU, the host waits for them."""
     return [int(row) for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
 
 
 def check_cuda_graph(cuda_graph: object, constant: bool, device: torch.device) -> None:
-    """Raise if a graph is requested that cannot be captured: with a growing state, or on a device that is no GPU."""
+    """Check the argument ``cuda_graph``: only a state of constant size on a GPU allows True."""
     if cuda_graph is not None and not isinstance(cuda_graph, bool):
         raise TypeError(f"cuda_graph: got {cuda_graph!r}, expected None, True or False")
     if cuda_graph and not (constant and device.type == "cuda"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla.nn import fused_step
-from tfla.nn.decode import copy_into, owned, stepped_tensors
+from tfla.nn.decode import copy_into, copy_state, stepped_tensors
 from tfla.nn.model import LanguageModel
 from tfla.nn.sampling import Sampling, prefill
 from tfla.nn.validation import check_int
@@ -18,13 +18,13 @@ from tfla.nn.validation import check_int
 
 @dataclass(frozen=True)
 class NGram:
-    """Proposals copied from the text so far: what followed the last place where its latest tokens occurred before.
+    """Proposals copied from the text so far: the tokens after the latest earlier occurrence of its last n tokens.
 
-    They need no second model, and are often right where texts repeat themselves: code, quotations, answers about a
+    They need no second model. They are often right in texts that repeat themselves: code, quotations, answers about a
     document.
 
     Args:
-        n: how many of the latest tokens are looked up. Where these n have not occurred before, fewer are looked up.
+        n: the number of last tokens that are looked up. If these n have not occurred before, fewer are looked up.
 
     Raises:
         TypeError, ValueError: n is no int or below 1.
@@ -37,22 +37,27 @@ class NGram:
 
 
 class Draft(Protocol):
-    """A source of proposed tokens, whose two functions can be captured in a CUDA graph."""
+    """A source of proposed tokens, whose two methods can be captured in a CUDA graph."""
 
     def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor | None]:
         """Propose tokens after each text.
 
         Args:
             text: (B, S) int64.
-            length: (B,) int64, how many tokens of each row are text.
+            length: (B,) int64, the number of tokens of each text, with which its row begins.
 
         Returns:
-            tokens (B, K) int64, and the probabilities (B, K, vocab_size) with which they were drawn; None where the
-            proposals are not random.
+            tokens (B, K) int64, and the probabilities (B, K, vocab_size) from which they were drawn; None if they were
+            not drawn at random.
         """
 
     def accept(self, lengths: Tensor) -> None:
-        """Advance each sequence by the last token of its text and the proposals after it: lengths (B,), 0 to K + 1."""
+        """Advance the state of each sequence after a call of `propose`.
+
+        Args:
+            lengths: (B,) int64, from 0 to K + 1: the number of tokens to advance by. The first one is the last token of
+                the text, the others are accepted proposals.
+        """
 
 
 class Lookup:
@@ -63,18 +68,18 @@ class Lookup:
 
     def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, None]:
         """Run :meth:`Draft.propose`; where the last token has not occurred before, it is repeated."""
-        end = torch.arange(text.shape[1], device=text.device)  # the index of the last token of every candidate place
+        end = torch.arange(text.shape[1], device=text.device)  # the index of the last token of every candidate match
         back = torch.arange(self.n, device=text.device)[:, None]
         before = text[:, (end - back).clamp(min=0)]  # (B, n, S)
         last = text.gather(1, (length[:, None] - 1 - back[:, 0]).clamp(min=0))  # (B, n)
-        # How many tokens up to `end` equal the latest tokens of the text.
+        # (B, S), the number of tokens up to `end` that equal the last tokens of the text
         equal = ((before == last[..., None]) & (end >= back)).cumprod(1).sum(1)
         earlier = end < length[:, None] - 1
-        # The longest match is taken, and the last one of several that are equally long.
+        # The longest match is best, and the latest one of several that are equally long.
         score = torch.where(earlier, equal * text.shape[1] + end, -1)
         best, place = score.max(1)
         place = torch.where(best >= text.shape[1], place, length - 1)
-        # Proposals that would lie past the end of the text repeat those from the place on, with this period.
+        # Proposals that would lie past the end of the text repeat the tokens after the match with this period.
         period = (length - 1 - place).clamp(min=1)
         ahead = torch.arange(self.count, device=text.device)
         source = torch.where(
@@ -87,34 +92,34 @@ class Lookup:
 
 
 class ModelDraft:
-    """The proposals of a model, which steps through them and keeps its state after each of them.
+    """The proposals of a model, whose state is stored before and after each of them.
 
     Args:
         model: the model.
-        ids: (B, T) int64, the prompts; the text has one token more.
-        count: the number of proposed tokens. The state is kept count + 2 times, caches of attention once.
-        sampling: how they are drawn.
+        ids: (B, T) int64, the prompts; a text begins with its prompt and one more token.
+        count: the number of proposed tokens. There are count + 2 copies of the state, but one of attention's caches.
+        sampling: how proposed tokens are drawn.
         capacity: the number of tokens for which caches of attention have room.
     """
 
     def __init__(self, model: LanguageModel, ids: Tensor, count: int, sampling: Sampling, capacity: int) -> None:
         self.count, self.sampling = count, sampling
-        self.state = owned(prefill(model, ids)[1], capacity)
+        self.state = copy_state(prefill(model, ids)[1], capacity)
         fusable = fused_step.unsupported(model, self.state) is None
         self.step = fused_step.FusedStep(model, len(ids)) if fusable else functools.partial(model.step, in_place=True)
         self.stepped = stepped_tensors(self.state)
-        # Before and after each step, (count + 2, B, ...).
-        self.kept = [t.new_empty(count + 2, *t.shape) for t in self.stepped]
+        # The tensors that steps change, after 0 to count + 1 steps, (count + 2, B, ...) each
+        self.snapshots = [t.new_empty(count + 2, *t.shape) for t in self.stepped]
 
     def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run :meth:`Draft.propose`; one more step reads the last proposal, which may be accepted with all others."""
         token = text.gather(1, length[:, None] - 1)[:, 0]
         tokens, probabilities = [], []
-        self._keep(0)
+        self._store_snapshot(0)
         for number in range(1, self.count + 2):
             logits, new = self.step(token, self.state)
             copy_into(self.state, new)
-            self._keep(number)
+            self._store_snapshot(number)
             if number > self.count:
                 break
             if self.sampling.greedy:
@@ -126,13 +131,13 @@ class ModelDraft:
         return torch.stack(tokens, 1), torch.stack(probabilities, 1) if probabilities else None
 
     def accept(self, lengths: Tensor) -> None:
-        """Run :meth:`Draft.accept`."""
+        """Run :meth:`Draft.accept`: restore the state of each sequence after `lengths` steps."""
         row = torch.arange(len(lengths), device=lengths.device)
-        torch._foreach_copy_(self.stepped, [kept[lengths, row] for kept in self.kept])
+        torch._foreach_copy_(self.stepped, [snapshot[lengths, row] for snapshot in self.snapshots])
 
-    def _keep(self, number: int) -> None:
-        """Keep the state after so many steps."""
-        torch._foreach_copy_([kept[number] for kept in self.kept], self.stepped)
+    def _store_snapshot(self, number: int) -> None:
+        """Store a copy of the state after this number of steps."""
+        torch._foreach_copy_([snapshot[number] for snapshot in self.snapshots], self.stepped)
 
 
 def check_draft(draft: object, model: LanguageModel) -> None:

@@ -45,8 +45,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue prompts: return an iterator over the new tokens of all sequences, one (B,) int64 tensor per step.
 
-    The prompt goes through :meth:`LanguageModel.hidden`, each new token through a :class:`Decoder`. With an mLSTM,
-    memory grows with the length of neither. No gradients are recorded.
+    The prompt goes through :meth:`LanguageModel.hidden`, each new token through a :class:`Decoder`. The memory of an
+    mLSTM depends on the length of neither the prompt nor the text. No gradients are recorded.
 
     Args:
         model: the model, on the device of ids.
@@ -54,19 +54,20 @@ def generate(
         max_new_tokens: the largest number of tokens to yield, at least 1.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens; None samples among all.
-        top_p: of these, sample among the likeliest tokens that together reach this probability; None keeps all.
+        top_p: sample among the likeliest of these tokens that together reach this probability; None keeps all.
         seed: seed of a new random generator. None uses ``generator``, or torch's global one.
         generator: a random generator on the model's device, in place of a seed.
         stop_token: a sequence that yields this token repeats it from then on; the iteration ends once all sequences
             have yielded it.
         cuda_graph: whether to capture decoding in a CUDA graph; None captures where possible, for recurrent mixers on a
             GPU.
-        draft: speculative decoding: what proposes tokens that the model accepts or replaces, several in one call. It is
-            a smaller model with the same vocabulary on the same device, or :class:`NGram`, which looks the last tokens
-            up in the text so far. With temperature 0 the tokens are those of decoding without it, apart from logits
-            that are equal but for rounding. Else their distribution is the same, but not the tokens of a seed.
-        draft_tokens: the number of tokens proposed at a time, from 1 to 31. A model as draft holds as
-            many copies of the states of its recurrent mixers, and two more.
+        draft: the source of proposed tokens in speculative decoding, several of which the model accepts or replaces in
+            one call. It is a smaller model with the same vocabulary on the same device, or :class:`NGram`, which looks
+            the last tokens up in the text so far. With temperature 0 the tokens are those of decoding without a draft,
+            unless logits differ by rounding alone. With another temperature their distribution is the same, but a seed
+            gives other tokens.
+        draft_tokens: the number of tokens proposed at a time, from 1 to 31. A model as draft has this number of copies
+            of the states of its recurrent mixers, and two more.
 
     Returns:
         an iterator over tensors (B,) int64 on the model's device.
@@ -74,10 +75,9 @@ def generate(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed. The
             call itself raises it, before the iteration starts.
-        ValueError: the logits of a sequence are not finite, because weights or a state are not. It is raised in place
-            of the first token. For a later token it is raised in its place on a CPU, and on a GPU with ``stop_token``;
-            on a GPU without ``stop_token`` it is raised once the host has read the flag, without a synchronization,
-            and at the latest at the end of the iteration.
+        ValueError: the logits of a sequence are not finite, because weights or a state are not. The error takes the
+            place of the token. Only on a GPU without ``stop_token``, where the host does not wait for the GPU, it may
+            come later for all tokens but the first, and at the latest at the end of the iteration.
     """
     check_model(model)
     check_whole_prompts(model)
@@ -139,7 +139,7 @@ def _tokens(
     cuda_graph: bool | None,
     capacity: int | None,
 ) -> Iterator[Tensor]:
-    """Yield what :func:`generate` does, for arguments that have been checked."""
+    """Yield the tokens of :func:`generate` without a draft, whose arguments have been checked."""
     logits, state = prefill(model, ids)
     decoder = Decoder(model, state, cuda_graph=cuda_graph, capacity=capacity)
     del state
@@ -175,15 +175,15 @@ def sample_tokens(
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Return drawn tokens (B,) int64, and whether the logits of each row are finite, (B,) bool."""
+    """Draw tokens, (B,) int64; also return whether the logits of each row are finite, (B,) bool."""
     return Sampling(temperature, top_k, top_p, generator).draw(logits)
 
 
 class FiniteCheck:
     """A check that all logits are finite, without a synchronization with a GPU.
 
-    The GPU copies its flag into pinned memory of the host after each step. The host reads it there without waiting; it
-    is up to date once the host has read the token of that step.
+    The GPU keeps a flag, which it copies into pinned memory of the host after each step. The host reads this copy
+    without waiting. Once the host has read the token of a step, the copy includes that step.
 
     Args:
         device: device of the logits.
@@ -201,7 +201,7 @@ class FiniteCheck:
             self.host_flag.copy_(self.flag, non_blocking=True)
 
     def check(self, wait: bool) -> None:
-        """Raise ValueError if logits of a step were not finite; ``wait`` includes steps still running on the GPU."""
+        """Raise ValueError if logits of a step were not finite; with ``wait`` the host waits for all steps before."""
         if bool(self.flag if wait else self.host_flag):
             raise ValueError(
                 "logits: got NaN or infinity, expected finite numbers: the model's weights or its state are not finite"
@@ -209,7 +209,7 @@ class FiniteCheck:
 
 
 def _number(name: str, value: object, expected: str) -> float:
-    """Return a number, or a tensor of one number, as a float; raise TypeError for all else, strings and bools too."""
+    """Return a number, or a tensor of one number, as a float; raise TypeError for others, even strings and bools."""
     if not isinstance(value, bool | str | bytes) and hasattr(value, "__float__"):
         try:
             return float(value)

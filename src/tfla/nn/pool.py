@@ -1,4 +1,4 @@
-"""A model's states in a pool, of which each sequence of a call has a row."""
+"""The states of a model in a pool, whose rows belong to sequences. A call reads and overwrites some of the rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BlockState = State | MixerState | KeyValues
 
 
 def find_rows(pool: ModelState | None, indices: Tensor, sequences: int) -> PoolRows:
-    """Return the rows of a model's pool that the sequences of a call have.
+    """Return the rows of a model's pool that belong to the sequences of a call.
 
     Args:
         pool: the state of a model with a row for each sequence that it can hold.
-        indices: (sequences,) int32 or int64, the rows; -1 stands for none.
+        indices: (sequences,) int32 or int64, the rows; -1 is padding, which has no row.
         sequences: the number of sequences of the call.
 
     Raises:
-        TypeError, ValueError: the indices do not fit, there is no pool, or a block has a state that is none.
+        TypeError, ValueError: the indices do not fit, there is no pool, or the state of a block is no pool.
     """
     if pool is None:
         raise ValueError("state_indices: got rows without a state, expected the pool that has these rows as state")
@@ -39,7 +39,7 @@ def find_rows(pool: ModelState | None, indices: Tensor, sequences: int) -> PoolR
 
 
 def check_pool(pool: ModelState) -> State:
-    """Return the rows of the first block as a state after a check that all blocks have as many rows.
+    """Check that all blocks have the same number of rows, and return the recurrent state of the first block.
 
     Raises:
         TypeError, ValueError: a block has a state that is no pool, or another number of rows.
@@ -64,33 +64,34 @@ def check_pool(pool: ModelState) -> State:
 
 
 def check_room_for_steps(state: ModelState, rows: PoolRows | None, count: int) -> None:
-    """Raise, on a CPU, unless all caches with room have it for ``count`` more tokens of each sequence of a call.
+    """Check that caches of a fixed capacity have room for ``count`` more tokens of each sequence of a call.
 
-    Recurrences overwrite their states in place, so that a block without room must be found before the first block runs.
+    Recurrences overwrite their states in place, so that a cache without room must be found before the first block runs.
+    Caches on a GPU are not checked, because the host would wait for their lengths.
 
     Raises:
         ValueError: a cache has no room.
     """
     for each in state:
         if isinstance(each, KeyValues) and each.length is not None:
-            held = each if rows is None else each._replace(length=rows.read(each.length))
+            cache = each if rows is None else each._replace(length=rows.read(each.length))
             if reads_values(each.length):
-                held.has_room(count)
+                cache.has_room(count)
 
 
 def check_room_for_prompts(
     state: ModelState, rows: PoolRows, windows: Sequence[int | None], ids: Tensor, document_start: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise unless the caches of all blocks have room for the prompts of a call, before any block overwrites its rows.
+    """Check that all caches have room for the prompts of a call, before any block overwrites its rows.
 
     Args:
         state: the pool.
         rows: the rows of the sequences.
-        windows: the window of each block; None for none.
-        ids: (B, T) the tokens.
-        document_start: (B, T) bool, the documents, of which a cache keeps the last one; or None.
-        cu_seqlens: (B + 1,) int, the offsets of packed sequences, which take no cache with tokens; or None.
+        windows: the attention window of each block; None for blocks without one.
+        ids: (B, T), the tokens.
+        document_start: (B, T) bool, True at the first token of each document, or None. A cache keeps the last document.
+        cu_seqlens: (B + 1,) int, the offsets of packed sequences, whose caches must be empty; or None.
 
     Raises:
         ValueError: a sequence has more tokens than a cache has places, or packed sequences continue caches.
@@ -99,7 +100,7 @@ def check_room_for_prompts(
     if not caches or not len(rows.indices) or torch.compiler.is_compiling():
         return
     device = rows.indices.device
-    new = torch.full(rows.indices.shape, ids.shape[1], device=device)
+    new = torch.full(rows.indices.shape, ids.shape[1], device=device)  # (B,), the tokens of this call that stay
     continues = torch.ones_like(new)  # 0 where a document starts, so that the cache keeps nothing from before
     if cu_seqlens is not None:
         new = cu_seqlens.to(device).diff()
@@ -107,7 +108,7 @@ def check_room_for_prompts(
         starts = document_start.to(device)
         new = torch.where(starts.any(1), starts.flip(1).to(torch.int8).argmax(1) + 1, new)
         continues = (~starts.any(1)).to(new.dtype)
-    needed, held = [], []
+    needed, held = [], []  # tokens after the call, and before it, for each cache
     for each, window in caches:
         held.append(rows.read(each.visible()))
         tokens = new + continues * held[-1]
@@ -121,14 +122,14 @@ def check_room_for_prompts(
 
 
 def with_room(state: BlockState, capacity: int) -> BlockState:
-    """Return a block's state, a cache of attention with room for ``capacity`` tokens."""
+    """Return the state of a block; a cache of attention gets room for ``capacity`` tokens."""
     return state.reserve(capacity) if isinstance(state, KeyValues) else state
 
 
 def read(pool: BlockState, rows: PoolRows) -> BlockState | None:
-    """Return the states (B, ...) of a block's pool, those of recurrences in float32 or float64.
+    """Return rows of a block's pool as states (B, ...); those of recurrences are in float32 or float64.
 
-    None is an empty cache of attention.
+    For an empty cache of attention the result is None.
     """
     if isinstance(pool, KeyValues):
         return pool.read(rows)
@@ -141,7 +142,7 @@ def read(pool: BlockState, rows: PoolRows) -> BlockState | None:
 
 
 def write(pool: BlockState, rows: PoolRows, states: BlockState) -> None:
-    """Overwrite rows of a block's pool by states (B, ...)."""
+    """Overwrite rows of a block's pool with states (B, ...)."""
     if isinstance(pool, KeyValues):
         assert isinstance(states, KeyValues)
         pool.write(rows, states)
@@ -152,7 +153,7 @@ def write(pool: BlockState, rows: PoolRows, states: BlockState) -> None:
 
 
 def _recurrence(state: BlockState) -> State:
-    """Return the state of the recurrence; keys of attention are a C of as many rows."""
+    """Return the state of the recurrence. The keys of attention stand for its C: they have the same number of rows."""
     if isinstance(state, KeyValues):
         return State(state.k)
     return state.recurrence if isinstance(state, MixerState) else state

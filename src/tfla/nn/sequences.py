@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths: how they lie in a tensor, and the reverse of each of them.
+"""Batches of sequences of different lengths: their layouts in a tensor, and the reversal of each sequence.
 
 A batch lies in x (B, T, ...) in one of three ways: every row is a sequence of T steps; row b is a sequence of
 ``lengths[b]`` steps and padding; or, with B = 1, the sequences lie one after another, from ``cu_seqlens[s]`` to
@@ -25,8 +25,8 @@ class Sequences:
 
     Attributes:
         lengths: (B,) int64, the steps of each row before its padding; None without padding.
-        cu_seqlens: (sequences + 1,) int64, the offsets of sequences one after another; None where a row is a sequence.
-        document_start: (B, T) bool, True where a sequence begins again without its past; None where it never does.
+        cu_seqlens: (sequences + 1,) int64, the offsets of packed sequences; None if each row is a sequence.
+        document_start: (B, T) bool, True at steps before which states are reset; None if there are none.
     """
 
     lengths: Tensor | None = None
@@ -40,7 +40,7 @@ class Sequences:
         return (torch.arange(x.shape[1], device=x.device) >= self.lengths[:, None])[..., None]
 
     def reverse(self, x: Tensor) -> Tensor:
-        """Return x (B, T, ...) with the steps of each sequence in reverse, and padding where it is.
+        """Return x (B, T, ...) with the steps of each sequence in reverse order; padding keeps its place.
 
         Values of lengths and cu_seqlens outside of 0 to T count as the nearest of these.
         """
@@ -60,24 +60,28 @@ class Sequences:
         return torch.take_along_dim(x, index.view(*index.shape, *[1] * (x.dim() - 2)), 1)
 
     def reversed(self) -> Sequences:
-        """Return the same sequences in reverse: each begins again after what was the first step of a document."""
+        """Return the layout of :meth:`reverse` of the batch.
+
+        In reverse order the first step of a document is its last one, so that the step after it starts a document.
+        """
         if self.document_start is None:
             return self
         start = F.pad(self.reverse(self.document_start)[:, :-1], (1, 0))
         if self.cu_seqlens is not None:
-            first = Documents(start, None, self.cu_seqlens)
-            start = start & (first.token != first.first())
+            # The last document of a sequence ends where the sequence does, and starts none in the next sequence.
+            documents = Documents(start, None, self.cu_seqlens)
+            start = start & (documents.token != documents.first())
         return replace(self, document_start=start)
 
 
 def reverse_sequences(x: Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return a batch with the steps of each sequence in reverse, as the second direction of a bidirectional layer.
+    """Return a batch with the steps of each sequence in reverse order, as a bidirectional layer reads it.
 
     The reverse of the reverse is the batch itself. Padding and steps outside of all sequences stay where they are.
 
     Args:
         x: (B, T, ...), any dtype.
-        lengths: (B,) int, how many steps each row has before its padding, from 0 to T; None is T for every row.
+        lengths: (B,) int, the number of steps of each row before its padding, from 0 to T; None stands for T.
         cu_seqlens: (sequences + 1,) int, for B = 1: the offsets of packed sequences, from 0 to T, which never fall.
 
     Returns:
@@ -132,18 +136,19 @@ def _check_has_values(name: str, given: Tensor, x: Tensor) -> None:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Return whether the values of x can be read, without a wait for a device: x is no part of a trace or a map."""
+    """Return whether the host can read x without waiting: x is on the CPU, and neither traced nor mapped by vmap."""
     plain = not torch.compiler.is_compiling() and type(x) is Tensor
     return plain and x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _check_values_of_offsets(cu_seqlens: Tensor, T: int) -> None:
-    """Raise unless the offsets of packed sequences are from 0 to T and never fall; steps around them may remain."""
-    at: list[int] = cu_seqlens.tolist()
-    if min(at) < 0 or max(at) > T:
-        raise ValueError(f"cu_seqlens: got from {min(at)} to {max(at)}, expected from 0 to {T}, the steps of x")
-    if any(a > b for a, b in itertools.pairwise(at)):
-        raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
+    """Raise unless the offsets of packed sequences are from 0 to T and never fall; they need not cover all steps."""
+    offsets: list[int] = cu_seqlens.tolist()
+    if min(offsets) < 0 or max(offsets) > T:
+        low, high = min(offsets), max(offsets)
+        raise ValueError(f"cu_seqlens: got from {low} to {high}, expected from 0 to {T}, the steps of x")
+    if any(a > b for a, b in itertools.pairwise(offsets)):
+        raise ValueError(f"cu_seqlens: got {offsets}, expected values that never fall")
 
 
 def _check_integers(name: str, x: Tensor) -> None:
@@ -155,21 +160,21 @@ def _check_integers(name: str, x: Tensor) -> None:
 
 
 def packed_places(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """Return where the steps of a PackedSequence go if its sequences are laid out one after another.
+    """Return the places of the steps of a PackedSequence in a tensor that has its sequences one after another.
 
     Args:
-        packed: the sequences, whose steps of equal time lie together, the longest sequence first.
+        packed: the sequences. Its rows are ordered by time, and for each time by the lengths of sequences.
 
     Returns:
         the place (steps,) of each row of ``packed.data``, and the offsets (sequences + 1,) of the sequences in their
         order before they were sorted, both int64 on the device of the data.
     """
     device = packed.data.device
-    counts = packed.batch_sizes.to(device, non_blocking=True)  # (T,): how many sequences have a step of each time
-    begins = F.pad(counts.cumsum(0), (1, 0))  # the first row of each time
+    counts = packed.batch_sizes.to(device, non_blocking=True)  # (T,), the number of sequences with a step of each time
+    first_row = F.pad(counts.cumsum(0), (1, 0))  # (T + 1,), the first row of each time
     row = torch.arange(len(packed.data), device=device)
-    time = torch.bucketize(row, begins, right=True) - 1
-    order, sequence = packed.sorted_indices, row - begins[time]
+    time = torch.bucketize(row, first_row, right=True) - 1
+    order, sequence = packed.sorted_indices, row - first_row[time]
     if order is None:
         order = torch.arange(int(packed.batch_sizes[0]), device=device)
     sequence = order[sequence]

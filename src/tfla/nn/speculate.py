@@ -1,9 +1,10 @@
 """Speculative decoding: a draft proposes tokens, the model verifies them in one call and accepts some.
 
-A proposal x, drawn with probability q(x), is accepted with probability min(1, p(x) / q(x)), p being the model's
-probabilities. The first one that is not accepted is replaced by a token drawn from max(p - q, 0), normalized; where all
-are, one more is drawn from p. The tokens then have the distribution p (Leviathan et al., arXiv 2211.17192; Chen et al.,
-arXiv 2302.01318). With temperature 0, p is 1 for the likeliest token, and the tokens are those of greedy decoding.
+A proposal x that was drawn with probability q(x) is accepted with probability min(1, p(x) / q(x)), where p are the
+model's probabilities. The first proposal that is not accepted is replaced by a token drawn from max(p - q, 0),
+normalized. If all are accepted, one more token is drawn from p. The tokens then have the distribution p (Leviathan et
+al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). With temperature 0, p is 1 for the likeliest token, and the
+tokens are those of greedy decoding.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.nn import fused_step
-from tfla.nn.decode import captured, copy_into, owned
+from tfla.nn.decode import capture_graph, copy_into, copy_state
 from tfla.nn.drafts import Draft, Lookup, ModelDraft, NGram
 from tfla.nn.model import LanguageModel
 from tfla.nn.sampling import Sampling, prefill
 
 
 def accept_proposals(logits: Tensor, proposed: Tensor, q: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Accept the first of the proposed tokens, and draw the token after them.
+    """Accept as many of the first proposed tokens as possible, and draw the token after them.
 
     Args:
-        logits: (B, K + 1, vocab_size), the model's after the text and after each proposed token.
-        proposed: (B, K) int64.
-        q: (B, K, vocab_size), the probabilities with which they were drawn; None is 1 for each of them.
+        logits: (B, K + 1, vocab_size), the model's logits after the text and after each proposed token.
+        proposed: (B, K) int64, the proposed tokens.
+        q: (B, K, vocab_size), the probabilities from which they were drawn; None if they were not drawn at random.
         sampling: how the model's tokens are drawn.
 
     Returns:
-        how many proposed tokens are accepted, (B,) int64, and the token after them, (B,) int64.
+        the number of accepted tokens, (B,) int64, and the token after them, (B,) int64.
     """
     (B, K), V = proposed.shape, logits.shape[-1]
     if sampling.greedy:
@@ -42,34 +43,36 @@ def accept_proposals(logits: Tensor, proposed: Tensor, q: Tensor | None, samplin
     p = sampling.probabilities(logits)
     if q is None:
         q = torch.zeros_like(p[:, :K]).scatter_(-1, proposed[..., None], 1.0)
-    p_of, q_of = (t[:, :K].gather(-1, proposed[..., None]).squeeze(-1) for t in (p, q))
+    p_proposed, q_proposed = (t[:, :K].gather(-1, proposed[..., None]).squeeze(-1) for t in (p, q))  # (B, K)
     uniform = torch.rand(B, K, generator=sampling.generator, device=p.device, dtype=p.dtype)
-    accepted = (uniform * q_of < p_of).cumprod(1).sum(1)
-    at = accepted[:, None, None].expand(-1, 1, V)
-    p, q = (t.gather(1, at)[:, 0] for t in (p, F.pad(q, (0, 0, 0, 1))))
+    accepted = (uniform * q_proposed < p_proposed).cumprod(1).sum(1)
+    index = accepted[:, None, None].expand(-1, 1, V)
+    # p and q after the accepted tokens, (B, vocab_size); q is 0 where all are accepted.
+    p, q = (t.gather(1, index)[:, 0] for t in (p, F.pad(q, (0, 0, 0, 1))))
     rest = (p - q).clamp(min=0)
-    # Where p and q are equal but for rounding, nothing may be left.
+    # Where p and q differ by rounding alone, the rest may be 0 for all tokens.
     return accepted, sampling.draw_from(torch.where(rest.sum(-1, keepdim=True) > 0, rest, p))
 
 
 class SpeculativeTexts:
-    """The texts of a batch, which rounds of proposals, verification and acceptance make longer.
+    """The texts of a batch in speculative decoding, to which each round adds the tokens that it accepts.
 
-    A round computes on tensors at fixed addresses, without the host, so that a GPU replays it as one CUDA graph.
+    A round proposes tokens, verifies them and accepts some. It computes on tensors at fixed addresses and never waits
+    for the host, so that one CUDA graph can replay it.
 
     Args:
         model: the model. A graph reads its weights at the addresses that they have now.
         draft: what proposes tokens.
-        ids: (B, T) int64, the prompts, after which there is one token of each sequence from the start.
+        ids: (B, T) int64, the prompts. The first token after each prompt is drawn here, before the first round.
         total: the number of tokens of a complete text.
         draft_tokens: the number of tokens proposed at a time, from 1 to 31.
         sampling: how tokens are drawn.
-        stop_token: a text is complete once it has this token after its prompt; the rest of it are copies of the token.
+        stop_token: a text is complete once it has this token after its prompt; it then goes on with copies of it.
         cuda_graph: whether to capture a CUDA graph; None captures on a GPU.
 
     Attributes:
         text: (B, total + draft_tokens) int64.
-        length: (B,) int64, how many tokens of each row are text; for a complete one at least ``total``.
+        length: (B,) int64, the number of tokens of each text; of a complete one at least ``total``.
         finite: () bool, whether all logits of texts were finite.
     """
 
@@ -88,7 +91,7 @@ class SpeculativeTexts:
         self.prompt, self.total, self.sampling, self.stop_token = T, total, sampling, stop_token
         logits, state = prefill(model, ids)
         capacity = total + 2 * draft_tokens + 1  # a complete sequence still writes proposals into its cache
-        self.state = owned(state, capacity)
+        self.state = copy_state(state, capacity)
         fusable = fused_step.unsupported(model, self.state, B * (draft_tokens + 1)) is None
         self.verify = (
             fused_step.FusedStep(model, B * (draft_tokens + 1)).steps
@@ -104,11 +107,11 @@ class SpeculativeTexts:
         self.text = torch.cat([ids, ids.new_zeros(B, total - T + draft_tokens)], 1)
         self.place = torch.arange(self.text.shape[1], device=ids.device)
         self.finite = logits.isfinite().all()
-        # While all texts are complete, a round leaves them and the states as they are. It is captured so.
+        # A round changes neither texts nor states if all texts are complete: the capture runs such a round.
         self.length = torch.full((B,), total, device=ids.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         if ids.is_cuda and cuda_graph is not False:
-            self.graph, self.captured_progress = captured(self._round, ids.device, generator=sampling.generator)
+            self.graph, self.captured_progress = capture_graph(self._round, ids.device, generator=sampling.generator)
         self.text[:, T] = sampling.draw(logits)[0]
         self.length.fill_(T + 1)
         self.progress = self._complete()
@@ -123,9 +126,9 @@ class SpeculativeTexts:
             self.progress = self.captured_progress
 
     def read(self) -> tuple[int, int]:
-        """Return how many tokens all texts have, and how many they will have at the end, as far as is known.
+        """Return the length up to which all texts have tokens, and the length at which the iteration ends.
 
-        This waits for the GPU.
+        The latter is ``total`` until all texts have the stop token. The call waits for the GPU.
 
         Raises:
             ValueError: logits are not finite.
@@ -138,7 +141,7 @@ class SpeculativeTexts:
         return min(length, end), end
 
     def _round(self) -> Tensor:
-        """Run a round and return the progress: the shortest length, the end, and whether logits are finite, (3,)."""
+        """Run a round and return the progress, (3,): the two results of `read`, and whether logits are finite."""
         text, length = self.text, self.length
         proposed, q = self.source.propose(text, length)
         inputs = torch.cat([text.gather(1, length[:, None] - 1), proposed], 1)
@@ -146,9 +149,9 @@ class SpeculativeTexts:
         running = length < self.total
         # The largest logit is NaN if any is, and soft-capped ones are not infinite.
         self.finite.logical_and_((logits.amax((1, 2)).isfinite() | ~running).all())
-        accepted, after = accept_proposals(logits, proposed, q, self.sampling)
+        accepted, next_token = accept_proposals(logits, proposed, q, self.sampling)
         accepted = accepted[:, None]
-        new = torch.where(self.ahead == accepted, after[:, None], F.pad(proposed, (0, 1)))
+        new = torch.where(self.ahead == accepted, next_token[:, None], F.pad(proposed, (0, 1)))  # (B, K + 1)
         place = (length[:, None] + self.ahead).clamp(max=text.shape[1] - 1)
         written = (self.ahead <= accepted) & running[:, None]
         text.scatter_(1, place, torch.where(written, new, text.gather(1, place)))
@@ -181,10 +184,10 @@ def speculate(
     stop_token: int | None,
     cuda_graph: bool | None,
 ) -> Iterator[Tensor]:
-    """Yield what :func:`tfla.nn.generate` does with a draft, for arguments that have been checked.
+    """Yield the tokens of :func:`tfla.nn.generate` with a draft, whose arguments have been checked.
 
-    Sequences of a batch accept different numbers of tokens. A token is yielded once all sequences have theirs; those
-    that have all of their tokens wait for the others.
+    The sequences of a batch accept different numbers of tokens. The tokens of a step are yielded once all sequences
+    have theirs, and a sequence that has all of its tokens waits for the others.
     """
     yielded = ids.shape[1]
     texts = SpeculativeTexts(
