@@ -1,4 +1,4 @@
-"""The command `tfla bench invariance`: what `ModelConfig.batch_invariant` costs and changes on this machine."""
+"""The command `tfla bench invariance`: the cost and the effect of `ModelConfig.batch_invariant` on this machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InvarianceBench:
 
 
 def models(config: InvarianceBench) -> tuple[LanguageModel, LanguageModel]:
-    """Return a model without the option and one with it, of the same weights."""
+    """Return a model without the option and one with it, which have the same weights."""
     fields: dict[str, Any] = {
         "d_model": config.d_model, "num_blocks": config.num_blocks, "num_heads": config.d_model // HEAD_DIM,
         "mixer": config.mixer, "vocab_size": config.vocab_size,
@@ -88,7 +88,7 @@ def train(model: LanguageModel, ids: Tensor) -> Tensor:
 
 
 def changed(call: Callable[[LanguageModel, Tensor], Tensor], model: LanguageModel, ids: Tensor) -> int:
-    """Return how many sequences of a batch have other outputs than alone, in any bit."""
+    """Return how many sequences of a batch have outputs that differ in any bit from those of the sequence alone."""
     together = call(model, ids)
     return sum(not torch.equal(together[n], call(model, ids[n : n + 1])[0]) for n in range(len(ids)))
 

@@ -14,7 +14,8 @@ from tfla.measure.problem import Problem, Work
 from tfla.measure.roofline import DeltaModel
 from tfla.ops.delta_dispatch import choose
 
-# By model: the module of flash-linear-attention, the suffix of its functions, and the gates' name in the recurrent one.
+# For each model the module of flash-linear-attention, the suffix of its functions, and the name of the gates' argument
+# in the recurrent function.
 FLA = {
     "gdn": ("gated_delta_rule", "gated_delta_rule", "g"),
     "kda": ("kda", "kda", "g"),
@@ -63,7 +64,7 @@ def chunk(
         model: the recurrence.
         packed: whether the sequences are packed, with exponentially distributed lengths.
         backend: the backend, or None for the library's choice.
-        activated: whether the call normalizes q and k and applies the activations of beta and the gates, as layers ask.
+        activated: whether the call normalizes q and k and applies the activations of beta and the gates, as in layers.
     """
     given, cu_seqlens = preactivations(problem, model) if activated else inputs(problem, model), None
     options: dict[str, Any] = {}

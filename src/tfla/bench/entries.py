@@ -1,4 +1,4 @@
-"""The implementations that benchmark setups time: of this library, of other libraries, and what bounds them."""
+"""The implementations that benchmark setups time: of this library and of others, and copies that bound their times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Entry:
 
     name: str
     make: str
-    """The module:function of (problem, **options) that returns its call, a :class:`tfla.measure.problem.Work`."""
+    """The function "module:name" that takes (problem, **options) and returns a :class:`tfla.measure.problem.Work`."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options of that function."""
     heads: Heads | None = None
@@ -156,9 +156,10 @@ def delta_group(name: str, heads: Heads) -> str:
 
 
 def delta() -> list[Entry]:
-    """Return the delta rule and GLA beside flash-linear-attention's, of each model: all lengths, packed, and activated.
+    """Return the delta rule and GLA of this library and of flash-linear-attention, for each model.
 
-    Activated calls normalize q and k and apply the activations of gates and write strengths, as layers have them do.
+    They are timed by length, packed, and activated: an activated call normalizes q and k and applies the activations of
+    gates and write strengths, as calls of layers do.
     """
     made: list[Entry] = []
     for name, model, heads in DELTA_MODELS:
@@ -180,7 +181,7 @@ def delta() -> list[Entry]:
 
 
 def delta_steps() -> list[Entry]:
-    """Return decoding steps of the delta rule and of GLA beside a copy of the state, of each model."""
+    """Return decoding steps of the delta rule and of GLA and a copy of their state, for each model."""
     made: list[Entry] = []
     for name, model, heads in DELTA_STEPS:
         step, options = "tfla.bench.delta:step", {"model": model}
@@ -290,7 +291,7 @@ def on_parts(gpus: int) -> list[Entry]:
 
 
 def recurrent_models(call: str) -> list[Entry]:
-    """Return two models of transformers on tfla, in PyTorch, and on the package that transformers calls.
+    """Return two models of transformers, each with tfla, in PyTorch, and with the package that transformers calls.
 
     Args:
         call: "model" for prefill and training, "step" for decoding.

@@ -1,4 +1,4 @@
-"""The benchmark of the first calls of an operator in a process, where Triton has nothing in its cache."""
+"""The benchmark of the first calls of an operator in a new process with an empty cache of Triton."""
 
 from __future__ import annotations
 

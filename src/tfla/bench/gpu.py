@@ -135,14 +135,14 @@ class Run:
         )  # fmt: skip
 
     def sampling_together(self) -> Sampling:
-        """Return a sampling with a fixed number of calls, as processes need that wait for each other in every call."""
+        """Return a sampling with a fixed number of calls, since the processes wait for each other in every call."""
         return replace(
             self.config.sampling, repeats=min(self.config.repeats, self.suite.samples_together),
             warmup=min(self.config.warmup, 2), patience=math.inf, sustained=0.0, in_a_row=self.suite.in_a_row,
         )  # fmt: skip
 
     def ask(self, entry: Entry, x: int) -> Iterator[Row]:
-        """Let one process time a configuration, or as many as the entry needs; yield its rows."""
+        """Time a configuration in one process, or in as many as the entry needs, and yield its rows."""
         job = self.job(entry, x)
         if entry.processes == 1:
             return self.pool.of(entry.key).ask(job, self.allowance())
@@ -150,7 +150,7 @@ class Run:
         return ask_together(self.pool, entry.key, entry.processes, job, self.allowance())
 
     def start(self, entry: Entry) -> None:
-        """Start the processes of an entry, which then import."""
+        """Start the processes of an entry, so that they import their modules while others are timed."""
         if entry.processes == 1:
             self.pool.of(entry.key)
         else:
@@ -252,7 +252,7 @@ class Run:
         self.dismiss(entry)
 
     def finish(self, entry: Entry, x: int, row: Row) -> Row:
-        """Return the row with its sizes, its roofline and the ratio to that."""
+        """Return the row with its sizes, its roofline and the ratio of its time to the roofline."""
         problem = self.suite.problem(entry, x, self.config.device)
         row |= {key: getattr(problem, key) for key in ("B", "T", "H", "dqk", "dhv")}
         if "error" not in row and entry.form is not None and not self.suite.host:
@@ -272,7 +272,7 @@ class Run:
         return row
 
     def repeats(self, entry: Entry) -> bool:
-        """Return whether an entry is the kernel that `backend=None` chose at every size, so that it has been timed."""
+        """Return whether an entry has been timed already: `backend=None` chose its kernel at every size."""
         name, _, implementation = entry.name.rpartition(", ")
         return entry.ours and self.defaults.get(replace(entry, name=name).key) == {implementation}
 

@@ -24,7 +24,7 @@ STREAMS = {
 }  # fmt: skip
 FIRST_CALLS = "forward", "forward + backward", "a step"  # of `tfla.warmup`, in its order
 REFUSES = "cannot run these inputs"  # part of the message of a kernel that does not support the sizes
-# The attribute has MkDocs read what is folded as Markdown, as GitHub does.
+# With this attribute MkDocs parses the folded text as Markdown, as GitHub always does.
 FOLDED = '<details markdown="1"><summary>Tables, conditions and the command</summary>'
 METHOD = """## On GPUs
 
@@ -135,7 +135,7 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
     one = next((r["name"] for r in rows if r.get("processes", 1) == 1), "")
 
     def ratio(name: str, x: int) -> str:
-        """Return how many times as fast as one GPU."""
+        """Return the cell of the speedup over one GPU."""
         both = (name, x) in rates and (one, x) in rates
         return f"{rates[name, x] / rates[one, x]:.2f}" if both else "-"
 
@@ -147,13 +147,13 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
 
 
 def _speedups(rows: list[Row], axis: str) -> list[str]:
-    """Return a table for each direction of how many times as fast as one GPU several are on the same problem."""
+    """Return a table for each direction of the speedups of several GPUs over one on the same problem."""
     parts = []
     timed = [r for r in rows if "seconds" in r and "tokens_per_second" not in r]
     for direction in dict.fromkeys(r["direction"] for r in timed):
         selected = [r for r in timed if r["direction"] == direction]
         together = [r for r in selected if r.get("processes", 1) > 1]
-        # One GPU has the same name up to the comma.
+        # The implementation on one GPU has the same name up to the comma.
         alone = {(r["name"].partition(",")[0], r["x"]): r["seconds"] for r in selected if r.get("processes", 1) == 1}
         found = {
             (r["name"], r["x"]): f"{one / r['seconds']:.2f}"
@@ -226,8 +226,8 @@ def _left_out(rows: list[Row]) -> list[str]:
 def section(result: dict[str, Any], image: str | None) -> str:
     """Return the section of one result of :mod:`.stored`.
 
-    Its heading and its figure can be seen; conditions, tables, errors and commands are folded. It has an anchor of the
-    name of the result.
+    Heading and figure are always visible; conditions, tables, errors and commands are folded. The name of the result is
+    its anchor.
     """
     runs = result["runs"]
     parts = [f'<a id="{next(iter(runs))}"></a>', f"### {result['title']}"]

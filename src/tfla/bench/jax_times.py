@@ -1,8 +1,8 @@
 """Times of operators called from JAX and from PyTorch, on one GPU in one run: `python -m tfla.bench.jax_times`.
 
-Each implementation runs each length in a process of its own. With several workers these compile side by side and take
-samples one at a time. A sample is a run of calls back to back, which are enqueued faster than the GPU computes them, so
-that its mean is the GPU's time. The first call includes compilation, for which Triton's cache is empty.
+Each implementation runs each length in a process of its own. With several workers, these processes compile in parallel
+and take samples one at a time. A sample is a run of calls back to back. The host enqueues them faster than the GPU
+computes them, so that their mean time is the GPU's. The first call includes compilation: Triton's cache is empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TOKENS, HEADS = 65536, 16
-SAMPLE = 0.1  # seconds: in shorter ones after a pause the clock of a GPU still rises
+SAMPLE = 0.1  # seconds of a sample: during shorter ones the clock of a GPU still rises after a pause
 DIRECTIONS = ("forward", "forward + backward")
 HEAD_DIMS = ((128, 256), (256, 512))
 LENGTHS = (512, 8192, TOKENS)
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     heads: int
     dqk: int
     dhv: int
-    T: int  # of TOKENS
+    T: int  # steps of a sequence; the sequences have TOKENS in all
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
-    """Return what the command times."""
+    """Return the cases that the options of the command select."""
     found = []
     if "mlstm" in options.models:
         every = itertools.product(options.head_dims, options.forms, options.lengths, options.names)
@@ -69,7 +69,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 @contextlib.contextmanager
 def _alone(lock: Path | None) -> Iterator[None]:
-    """Hold the lock, so that no other process of this run takes samples or runs what it has compiled."""
+    """Hold the lock, so that no other process of this run takes samples or runs its compiled functions."""
     if lock is None:
         yield
         return
@@ -79,10 +79,10 @@ def _alone(lock: Path | None) -> Iterator[None]:
 
 
 def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int, calls: int) -> dict[str, Any]:
-    """Time runs of at least so many calls and of SAMPLE seconds, after two runs in which the GPU reaches its clock."""
+    """Time runs of at least `calls` calls and SAMPLE seconds, after two runs in which the GPU reaches its clock."""
 
     def run(count: int) -> float:
-        """Return the seconds of a call, as the mean of so many."""
+        """Return the mean seconds of a call in a run of `count` calls."""
         begin = time.perf_counter()
         for _ in range(count):
             out = call()
@@ -95,7 +95,7 @@ def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int,
 
 
 def _from_torch(case: Case, repeats: int, calls: int, lock: Path | None) -> list[dict[str, Any]]:
-    """Time an operator of PyTorch."""
+    """Time an operator of this library in PyTorch."""
     import torch
 
     import tfla
@@ -146,8 +146,8 @@ def _of_delta(case: Case, q: Any, k: Any, v: Any, beta: Any, backend: str | None
 
     Args:
         case: the model and its sizes.
-        q, k, v, beta: normal numbers.
-        backend: the backend.
+        q, k, v, beta: normally distributed numbers.
+        backend: the backend of this library.
     """
     import jax
     import jax.numpy as jnp
@@ -171,10 +171,10 @@ def _from_jax(
     mlstm_kernels.jax 2.0.6 needs jax_triton 0.3: in 0.4 a call that is given its output as an operand is an error.
 
     Args:
-        case: what is timed.
+        case: the problem and its implementation.
         repeats, calls: as in :func:`_samples`.
         lock: as in :func:`_alone`.
-        backend: the backend of this library; None is that of the kernels for this GPU, which else raise an error.
+        backend: the backend of this library; with None the kernels for this GPU, or an error if they do not run.
     """
     import jax
     import jax.numpy as jnp
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", default=[f"{K}x{V}" for K, V in HEAD_DIMS], help="of the mLSTM")
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of the mLSTM")
-    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which every process ends")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, default=None, help=argparse.SUPPRESS)
@@ -282,7 +282,7 @@ def _in_a_process(case: Case, options: argparse.Namespace, end: float) -> list[d
     """Return the rows of one implementation, measured in a process of its own with an empty cache of Triton.
 
     Args:
-        case: what is timed.
+        case: the problem and its implementation.
         options: the options of the command.
         end: the time after which the process ends, of `time.monotonic`.
     """

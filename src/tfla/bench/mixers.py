@@ -14,7 +14,7 @@ from tfla.nn.decode import capture_graph
 from tfla.nn.layers import SequenceMixer
 from tfla.nn.mixers import MIXERS
 
-# By mixer: what a config of width 2,048 has beside its defaults, with keys of 128 channels in each head.
+# The fields of each mixer's config that differ from the defaults at width 2,048; keys have 128 channels in each head.
 HEADS: dict[str, dict[str, Any]] = {
     "mlstm_exp": {"num_heads": 8},
     "mlstm_sig": {"num_heads": 8},
@@ -30,7 +30,7 @@ WIDTH = 2048
 
 
 def config_of(mixer: str, **fields: Any) -> ModelConfig:
-    """Return the config of a model of one block, with other values of its fields where they are given."""
+    """Return the config of a model of one block; `fields` replace those of the benchmark."""
     given: dict[str, Any] = {"d_model": WIDTH, "num_blocks": 1, "vocab_size": 1, "mixer": mixer}
     return ModelConfig.from_dict(given | HEADS[mixer] | fields)
 
@@ -98,7 +98,7 @@ class Replay:
 
 
 def facts_of(mixer: str) -> dict[str, Any]:
-    """Return what :func:`layer` says of a mixer beside its time: the number of parameters, and the heads as text."""
+    """Return the facts in the rows of a mixer: the number of parameters, and the heads as text."""
     return _facts(*build(Problem(1, 1, 1, 1, 1, device="meta"), mixer))
 
 

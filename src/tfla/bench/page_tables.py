@@ -63,7 +63,7 @@ def _cells(forward: Row, both: Row) -> list[str]:
 def speed(results: dict[str, Row]) -> str:
     """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the roofline and memory in GiB.
 
-    JAX beside PyTorch and the delta rule stand below, with the GPU in their labels where it is another one.
+    Rows of JAX and of the delta rule follow. Their labels name the GPU if it is another one.
     """
     body = []
     devices = {suite: result["environment"]["device"] for suite, result in results.items()}
@@ -103,7 +103,7 @@ def training(results: dict[str, Row]) -> str:
 
 
 def mamba(results: dict[str, Row]) -> str:
-    """Return the table of Mamba-2's shape by length: milliseconds, and how many times as long mamba_ssm takes."""
+    """Return the table of Mamba-2 by length: milliseconds of tfla and mamba_ssm, and the ratio of their times."""
     result = results["mamba"]
     xs = sorted({row["x"] for row in result["rows"] if "x" in row})
     at = [(x, direction) for direction in (FORWARD, BOTH) for x in xs]
@@ -181,7 +181,7 @@ def _of_suite(results: dict[str, Row], suite: str, name: str, x: int, direction:
 
 
 def two_gpus(results: dict[str, Row]) -> str:
-    """Return the table of what two GPUs gain: the operator's milliseconds, and training steps in tokens per second."""
+    """Return the table of speedups by two GPUs: the operator's milliseconds, and tokens per second in training."""
     body = []
     for gate, title in (("sig", "sigmoid"), ("exp", "exponential")):
         for T in (2**16, 2**20):
@@ -271,7 +271,7 @@ TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "jax_delta": jax_del
 
 
 def renew(text: str, results: dict[str, Row]) -> str:
-    """Return the text with the table after each `<!-- table: NAME -->` replaced by the one made from the results."""
+    """Return the text with the tables after all `<!-- table: NAME -->` made again from the results."""
 
     def replaced(found: re.Match[str]) -> str:
         lines = TABLES[found[2]](results)

@@ -36,7 +36,7 @@ def context_parallel(problem: Problem, gate: Literal["exp", "sigmoid"]) -> Work:
 
 
 class _Swap(torch.autograd.Function):
-    """The all-to-all from steps to heads, or back: each process gives each other one part of what it has.
+    """The all-to-all from parts of the steps to parts of the heads, or back.
 
     The gradient is the all-to-all in the other direction.
     """

@@ -1,4 +1,4 @@
-"""The benchmark of models of Hugging Face transformers, on tfla's operators and on their own paths."""
+"""The benchmark of models of Hugging Face transformers, with tfla's operators and with their own implementations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def use_pytorch(model: Any) -> None:
 
 
 def model(problem: Problem, name: str, path: Path, **fields: Any) -> Work:
-    """Return a call of a model: the loss with gradients, a prefill into a new cache without.
+    """Return a call of a model: with gradients its loss, without gradients a prefill into a new cache.
 
     The arguments are those of :func:`build`; the problem also has the number of sequences B and their length T.
     """

@@ -12,7 +12,7 @@ from tfla.bench import schema
 
 Row = dict[str, Any]
 CHECKOUT = Path("benchmarks") / "results"
-# Keys of rows and of options by the names that results before 2026-11-25 have for them.
+# The keys of rows and of options, by their earlier names, which results before 2026-11-25 have.
 OLD_ROW_KEYS = {"way": "implementation"}
 OLD_CONFIG_KEYS = {"peers": "baselines"}
 
@@ -36,7 +36,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read(path: Path) -> Row:
-    """Read a file of results, which is a JSON object; keys that had other names get those of today.
+    """Read a file of results, which is a JSON object, and rename keys with earlier names.
 
     Raises:
         UserError: it cannot be read or has another form; the message names the file and says what is wrong.

@@ -1,4 +1,4 @@
-"""The benchmark of speculative decoding: a text by several drafts, all of which give the same tokens."""
+"""The benchmark of speculative decoding: the same greedy tokens, generated with several drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfla.nn import LanguageModel, NGram, generate
 
 Draft = Literal["none", "n-gram of 3", "another model", "the model itself"]
 DRAFTS: tuple[Draft, ...] = get_args(Draft)
-PROMPT = 64  # tokens
+PROMPT = 64  # tokens of a prompt
 
 
 def text(problem: Problem, draft: Draft, blocks: int = 24, vocab: int = 50_304) -> Work:
@@ -26,8 +26,8 @@ def text(problem: Problem, draft: Draft, blocks: int = 24, vocab: int = 50_304) 
 
     Args:
         problem: its B, T, heads, dtype and device; T is at least 2.
-        draft: what proposes tokens.
-        blocks, vocab: those of the model.
+        draft: the source of proposed tokens.
+        blocks, vocab: the numbers of blocks and of tokens in the vocabulary.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, problem.dtype))  # weights are created on their device in their dtype

@@ -17,16 +17,16 @@ def _implementation(row: Row) -> tuple[str, str]:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    """Return what a row measures: implementation, size and direction."""
+    """Return the key of a row's measurement: implementation, size and direction."""
     return *_implementation(row), row.get("x"), row.get("direction")
 
 
 def merge(runs: dict[str, Row]) -> Row:
     """Merge the results of several runs, by file name, into one.
 
-    It has the fields of the first run, the rows of all implementations, and the runs themselves. A row that was
-    measured more than once is taken from the latest run; of runs of one day the last name counts. Each row gets the
-    number of samples in the options of its run, and its environment.
+    It has the fields of the first run, the rows of all implementations, and the runs themselves. A row of several runs
+    is taken from the latest of them; of runs of one day the one with the last name counts. Each row gets the number of
+    samples in the options of its run, and its environment.
     """
     ordered = sorted(runs.items(), key=lambda item: (item[1]["environment"]["date"], item[0]))
     place: dict[tuple[Any, ...], int] = {}  # key of a row -> the run from which it is taken

@@ -1,4 +1,4 @@
-"""A profile of one call by streams: what computes, what sends, and when a GPU does neither."""
+"""A profile of one call by streams: the times in which a GPU computes, communicates, or does neither."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def length(spans: Sequence[Span]) -> float:
 
 
 def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """Return how long the kernels of one call compute, send and leave the GPU idle, in seconds.
+    """Return the seconds in which the kernels of one call compute, communicate, and leave the GPU idle.
 
     Returns:
         "seconds" from the first start to the last end, "computing" and "sending" (whenever any kernel of that kind
@@ -69,7 +69,7 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
 
 
 def profiled(run: Callable[[], Any]) -> dict[str, Any]:
-    """Run a call under PyTorch's profiler and return the :func:`summary` of its kernels, of none on a CPU."""
+    """Run a call under PyTorch's profiler and return the :func:`summary` of its kernels; on a CPU it has none."""
     if not torch.cuda.is_available():
         run()
         return summary([])

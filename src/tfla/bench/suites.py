@@ -21,7 +21,7 @@ class Suite:
 
     title: str
     axis: str
-    """The name of what varies, such as T or chunk size."""
+    """The name of the quantity that varies, such as T or chunk size."""
     xs: tuple[int, ...]
     """The values on the axis."""
     at: Callable[[int], Problem]
@@ -34,15 +34,15 @@ class Suite:
     panels: tuple[str, ...] = (*PANELS, MEMORY)
     """The panels of its figure."""
     host: bool = False
-    """Whether times are those of the host to enqueue, which the rooflines of the device do not bound."""
+    """Whether times are those in which the host enqueues a call, which no roofline of the device bounds."""
     alone: bool = False
-    """Whether nothing is compiled in parallel, because each implementation fills the device or the host is timed."""
+    """Whether nothing is compiled in parallel, because each implementation fills the device, or the host is timed."""
     note: str = ""
-    """A remark for its section on how it is measured."""
+    """A remark for its section of the page on how it is measured."""
     samples_together: int = FEWEST
-    """The largest number of samples of what several processes run together."""
+    """The largest number of samples of an implementation that several processes run together."""
     in_a_row: int = 1
-    """The number of calls of a sample, back to back, where the host works ahead of the device in use."""
+    """The number of calls that a sample times back to back; with several, the host enqueues ahead of the device."""
 
     def problem(self, entry: Entry, x: int, device: str) -> Problem:
         """Return the problem of an entry at x."""
@@ -75,7 +75,7 @@ ON_PARTS = (
 
 
 def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
-    """Return the problem by T with a constant number of tokens, so that the batch shrinks as T grows."""
+    """Return a function from T to the problem with a constant number of tokens, whose batch shrinks as T grows."""
     return lambda T: Problem(max(1, TOKENS // T), T, H, dqk, dhv)
 
 

@@ -9,10 +9,10 @@ from tfla.bench.gpu_report import milliseconds
 from tfla.measure.problem import BOTH, FORWARD, STEP
 
 Row = dict[str, Any]
-CHUNK_SIZE = "chunk size"  # the axis whose sizes each implementation may choose, so that its best one counts
+CHUNK_SIZE = "chunk size"  # the axis whose value an implementation may choose, so that its best one counts
 SIZE = 8192  # the size of a row where it was measured, else the largest one
 DIRECTIONS = (STEP, BOTH, FORWARD)  # the first of them that was measured counts
-COPY = "device copy"  # how the names of rows begin that are a bound, and no implementation
+COPY = "device copy"  # rows whose names begin so are a bound and no implementation
 TEXT = """## Summary
 
 Each row has one size and one direction of a setup: the fastest of this library, the fastest of all others that were
@@ -45,7 +45,7 @@ def _link(name: str, result: Row) -> str:
 
 
 def _rows(name: str, result: Row) -> list[list[str]]:
-    """Return the rows of one result, one for each group of implementations that has both of this library and others."""
+    """Return the rows of one result, one for each group that has implementations of this library and of others."""
     timed = [row for row in result["rows"] if "x" in row and "seconds" in row and not row["name"].startswith(COPY)]
     free = result["axis"] == CHUNK_SIZE
     found = []

@@ -39,7 +39,7 @@ def step(
     forward and backward back to back: that, times the blocks, is "operator_seconds".
 
     Args:
-        compiler: the backend of torch.compile; None does without.
+        compiler: the backend of torch.compile; None is eager mode.
         attention: torch's backend of attention.
 
     Raises:
@@ -53,7 +53,7 @@ def step(
 
     model = random_model(problem, mixer, blocks, vocab)
     windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
-    torch.compiler.reset()  # otherwise this batch would be a dynamic size of the last one's graphs
+    torch.compiler.reset()  # otherwise graphs of the batch before would be compiled again with a dynamic batch size
     logits = model if compiler is None else compiled(model, compiler)
 
     def forward(ids: Tensor, document_start: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Workers that run one implementation together: processes with a GPU each, whose rows are one row."""
+"""Workers that run one implementation together: processes with a GPU each, whose rows are merged into one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def start_together(pool: WorkerPool, name: str, count: int) -> None:
-    """Start all processes of an implementation, which then import at the same time."""
+    """Start all processes of an implementation, so that they import their modules at the same time."""
     for each in _names(name, count):
         pool.of(each)
 

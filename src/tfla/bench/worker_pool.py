@@ -1,4 +1,4 @@
-"""The pool of processes in which implementations are timed, as seen by the process that compares them."""
+"""The pool of processes in which implementations are timed, for the process that compares them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """A process of :mod:`tfla.bench.worker`, which starts at once, so that it imports while others still run."""
+    """A process of :mod:`tfla.bench.worker`. It starts at once and imports its modules while others still run."""
 
     def __init__(self) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
@@ -67,7 +67,7 @@ class Worker:
             yield row
 
     def _ending(self) -> str:
-        """Return the exit status of the process and the line of its stderr that is likeliest to name the error."""
+        """Return the exit status of the process and the line of its stderr that most likely names the error."""
         code = self._process.wait()
         self._stderr.seek(0)
         lines = [x.strip() for x in self._stderr.read().decode(errors="replace").splitlines() if x.strip()]

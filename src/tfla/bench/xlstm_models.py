@@ -1,4 +1,4 @@
-"""The benchmark of a whole xLSTM of Hugging Face transformers, on the operators of several libraries."""
+"""The benchmark of a whole xLSTM of Hugging Face transformers, with the operators of several libraries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KernelsCell(nn.Module):
 
 
 def model(problem: Problem, cell: Cell, blocks: int = 18, vocab_size: int = 50304, **options: Any) -> Work:
-    """Return a call of a model with random weights: the loss with gradients, a prefill into a new cache without.
+    """Return a call of a model with random weights: with gradients its loss, without a prefill into a new cache.
 
     Args:
         options: the kernel and chunk_size of "mlstm_kernels".
