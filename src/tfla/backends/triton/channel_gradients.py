@@ -200,13 +200,14 @@ def channel_gradients(
             # (3) What the tile reads of the state before it and writes to the one after it. The gradient of a step's
             # gates sums state_reads from the step on, and over the steps before it Z: what a step writes less what it
             # reads of writes in the tile.
-            b = tl.load(beta + row_of_slice * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
+            b_at = beta + row_of_slice * bb + h * bh + (t0 + r) * bt
+            b = tl.load(b_at, r < steps, 0.0).to(tl.float32)[:, None]  # (L, 1)
             q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
             k = tl.load(k_at, inside, 0.0)  # (L, BK)
             q = tl.load(q_at, inside, 0.0)  # (L, BK)
             read = k  # read keys, (L, BK)
             if READ_KEY:
-                read = tl.load(r_at, inside, 0.0)
+                read = tl.load(r_at, inside, 0.0)  # (L, BK)
             dq *= before * scale
             state_reads = q * dq
             W *= after
@@ -295,7 +296,7 @@ def channel_gradients(
             sums = (of_tile + r * H) * PARTS + part
             found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
             if DOTS > 0:
-                by_errors = tl.zeros([L], tl.float32)  # dv_t . E_t, beta_t times dbeta_t
+                by_errors = tl.zeros([L], tl.float32)  # (L), dv_t . E_t, which is beta_t dbeta_t
                 tokens = T.to(tl.int64) * (1 if IS_VARLEN else sequences)  # of all batch rows
                 for n in tl.static_range(DOTS):
                     by_errors += tl.load(dots + n * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
@@ -308,7 +309,7 @@ def channel_gradients(
                 dg = add_sums_to(dg, Z_before, r, SUMS)
             dg = add_sums_after(dg, state_reads, r - 1, SUMS)
             dg = add_sums_to(dg, Z, r - 1, SUMS)
-            dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
+            dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)  # (L, BK)
             if STEP_GATES:
                 tl.store(dF + sums, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
             else:

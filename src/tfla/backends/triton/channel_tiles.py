@@ -114,7 +114,7 @@ def decay_operands(
                 k = tl.load(k_at, inside, 0.0)  # (L, BK)
                 read = k  # read keys, (L, BK)
                 if READ_KEY:
-                    read = tl.load(r_at, inside, 0.0)
+                    read = tl.load(r_at, inside, 0.0)  # (L, BK)
                 middle, shift, top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
                 if CORRECT and READ_BEFORE:  # the first step of the tile reads the state before it
                     top = tl.maximum(top, tl.max(tl.abs(middle - g)))
