@@ -174,10 +174,23 @@ def _beside_pytorch(result: Row | None) -> str:
     return table([f"{environment['device']}, {environment['date']}, ms", *header], body)
 
 
-def _of_suite(results: dict[str, Row], suite: str, name: str, x: int, direction: str) -> Row:
-    """Return the row of an implementation, a size and a direction in any result of a suite, else an empty one."""
-    found = (_find(result, name, x, direction) for result in results.values() if result.get("suite") == suite)
-    return next((row for row in found if "seconds" in row), {})
+def _of_one_device(
+    results: dict[str, Row], suite: str, names: list[str], x: int, direction: str
+) -> tuple[list[Row], str]:
+    """Return the rows of implementations, and the device that measured them; a row that is not there is empty.
+
+    Results of a suite differ by device. The first one that has all of the rows counts, else the first one that has any.
+    """
+    found = []
+    for result in results.values():
+        if result.get("suite") == suite:
+            rows = [_find(result, name, x, direction) for name in names]
+            found.append(([row if "seconds" in row else {} for row in rows], result["environment"]["device"]))
+    for enough in (all, any):
+        for rows, device in found:
+            if enough(rows):
+                return rows, device
+    return [{} for _ in names], ""
 
 
 def two_gpus(results: dict[str, Row]) -> str:
@@ -185,27 +198,34 @@ def two_gpus(results: dict[str, Row]) -> str:
     body = []
     for gate, title in (("sig", "sigmoid"), ("exp", "exponential")):
         for T in (2**16, 2**20):
-            pair = [_of_suite(results, "context_parallel", f"tfla mLSTM{gate}, {n}", T, BOTH) for n in GPUS]
+            names = [f"tfla mLSTM{gate}, {n}" for n in GPUS]
+            pair, device = _of_one_device(results, "context_parallel", names, T, BOTH)
             times = [row.get("seconds") for row in pair]
             cells = ["-" if t is None else milliseconds(t) for t in times]
-            body.append([f"`tfla.mlstm`, {title} gate, {T:,} steps, forward and backward, ms", *cells, _ratio(*times)])
-    trained = [("train_parallel", SEQUENCES, "FSDP", "T 8,192, 2 sequences on each GPU, dp-shard 2")]
+            label = f"`tfla.mlstm`, {title} gate, {T:,} steps, forward and backward, ms"
+            body.append([label, _model(device), *cells, _ratio(*times)])
+    trained = [("train_parallel", SEQUENCES, "FSDP", "T 8,192, 2 sequences on each GPU, first version")]
     trained += [
-        ("train_fsdp", SEQUENCES, name, f"the same, {name}") for name in VARIANTS
+        ("train_fsdp", SEQUENCES, name, f"T 8,192, 2 sequences on each GPU, {name}") for name in VARIANTS
     ]  # fmt: skip
     trained += [
         ("train_long", T, "context parallel", f"T {T:,} with activation checkpointing, cp 2") for T in (2**17, 2**18)
     ]
     for suite, x, how, title in trained:
-        two = _of_suite(results, suite, f"tfla mLSTMexp, {GPUS[1]}, {how}", x, STEP).get("tokens_per_second")
+        passes = ", 2 passes" if "2 passes" in how else ""
+        names = [f"tfla mLSTMexp, {GPUS[0]}{passes}", f"tfla mLSTMexp, {GPUS[1]}, {how}"]
+        pair, device = _of_one_device(results, suite, names, x, STEP)
+        one, two = (row.get("tokens_per_second") for row in pair)
         if two is None and suite == "train_fsdp":
             continue
-        one = _of_suite(results, suite, f"tfla mLSTMexp, {GPUS[0]}", x, STEP).get("tokens_per_second")
-        if "2 passes" in how:
-            one = _of_suite(results, suite, f"tfla mLSTMexp, {GPUS[0]}, 2 passes", x, STEP).get("tokens_per_second")
         cells = ["-" if rate is None else f"{rate:,.0f}" for rate in (one, two)]
-        body.append([f"1.4B, {title}, tokens/s", *cells, _ratio(two, one)])
-    return table(["", "one GPU", "two GPUs", "ratio"], body)
+        body.append([f"1.4B, {title}, tokens/s", _model(device), *cells, _ratio(two, one)])
+    return table(["", "GPU", "one", "two", "ratio"], body)
+
+
+def _model(device: str) -> str:
+    """Return the model of a GPU, such as H100, from the name that its driver gives it."""
+    return device.split()[1] if " " in device else device
 
 
 def _ratio(a: float | None, b: float | None) -> str:

@@ -269,7 +269,7 @@ SUITES = {
     ),
     "train_fsdp": Suite(
         "Training step on two GPUs by variants of FSDP2: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, "
-        "bfloat16 autocast", "sequences per GPU and pass", (2,), lambda B: Problem(B, 8192, 8, 128, 256),
+        "bfloat16 autocast", "sequences per GPU and pass", (2, 3), lambda B: Problem(B, 8192, 8, 128, 256),
         tuple(entries.fsdp_variants(2)), directions=(STEP,), panels=(), alone=True, sustained_at=(), in_a_row=4,
         note=TOGETHER + "A sample is the mean of four steps back to back, as `tfla train` does them. Weights are "
         "gathered and gradients reduced in float32 where nothing else is said. Each row has the "

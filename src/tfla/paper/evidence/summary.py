@@ -102,13 +102,14 @@ def setting(found: Row) -> str:
     """Return the setting of the runs as a sentence: sizes, tokens, seeds, learning rates, device and date."""
     runs = [row["run"] for row in found["runs"]]
     shape = runs[0]["shape"]
-    lengths, seeds = sorted({run["task"]["length"] for run in runs}), len({run["seed"] for run in runs})
+    lengths = sorted({run["task"]["length"] for run in runs})
+    seeds = [len(group.runs) for group in groups(found)]
     parts = [
         f"{shape['num_blocks']} blocks of width {shape['d_model']}, {shape['num_heads']} heads, "
         f"{_range(row['parameters'] for row in found['runs'])} parameters",
         f"{_range(run['steps'] for run in runs)} steps of {_range(run['batch_size'] for run in runs)} sequences of "
         f"{_range(lengths)} tokens",
-        f"{seeds} seed{'s' * (seeds > 1)}",
+        f"{_range(seeds)} seed{'s' * (max(seeds) > 1)}",
         f"learning rates {', '.join(f'{lr:g}' for lr in sorted({run['lr'] for run in runs}))}",
         *[f"{device}, {' and '.join(sorted(dates))}" for device, dates in machines(found).items()],
     ]
