@@ -2,17 +2,18 @@
 
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
-TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped] [parallel],
-with commas between, gate plain being linear attention without an input gate or a normalizer, and parallel context
-parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
-in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward] [strided] [float32] [single], strided
-being strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, and single a call of one
-head; with [weighted] gla has input gates, too. Its decoding is "delta_steps" with [several] [low]. Both have a model of
-MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS
-multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are compiled, and with
-[only=NAME+NAME] only those of these names. The short convolution of a layer is the kernel "convolution", with its size,
-the channels and the dtype in place of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's
-inputs are the kernel "activations", with the activation of the gates, dqk and the dtype, and [channels].
+TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped] [parallel]
+[rows], with commas between, gate plain being linear attention without an input gate or a normalizer, parallel context
+parallelism, and rows a forward of packed sequences whose states are rows of a pool; of decoding, whose kernel is
+"steps", backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. The delta rule is the kernel
+"delta" with [packed] [state] [forward] [strided] [float32] [single], strided being strides that no TMA descriptor has,
+float32 the dtype of gates and beta, otherwise dtype, and single a call of one head; with [weighted] gla has input
+gates, too. Its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the
+kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled.
+With [parallel] only the kernels of context parallelism are compiled, and with [only=NAME+NAME] only those of these
+names. The short convolution of a layer is the kernel "convolution", with its size, the channels and the dtype in place
+of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's inputs are the kernel "activations",
+with the activation of the gates, dqk and the dtype, and [channels].
 """
 
 from __future__ import annotations
@@ -194,6 +195,11 @@ def forward_and_backward(
         options["context_parallel"] = second_of_two()
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
+    if "rows" in variant:
+        pool = tfla.State.zeros(2, H, K, V, normalize=gate == "exp")
+        with torch.no_grad():
+            operator(initial_state=pool, state_indices=torch.tensor([1, 0]), return_state=True, **options)
+        return
     if "state" in variant:
         shape = (2 if "packed" in variant else B, H)
         state = tfla.State(*(torch.randn(*shape, *d, requires_grad=True) for d in ((K, V), (K,), ())))

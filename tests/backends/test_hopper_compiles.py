@@ -34,6 +34,9 @@ CASES = [
     "exp,160,320,bfloat16,segmented,state,only=segment_states_kernel",
     "sigmoid,40,56,bfloat16,packed,state",
     "plain,128,128,float16,packed",
+    "exp,128,256,bfloat16,packed,rows,only=o_dv_kernel",
+    "exp,256,512,bfloat16,packed,rows,only=dq_dk_kernel",
+    "exp,64,64,bfloat16,packed,rows,only=small_head_kernel",
 ]
 DELTA_CASES = [
     "gdn,128,128,bfloat16,float32",
@@ -43,7 +46,7 @@ DELTA_CASES = [
     "deltanet,64,128,bfloat16,state",
 ]
 if os.environ.get("TFLA_COMPILE", ""):  # other combinations of the same constants
-    CASES = [case.partition(",only=")[0] for case in CASES]
+    CASES = [case if ",rows" in case else case.partition(",only=")[0] for case in CASES]
     CASES += [
         "sigmoid,128,128,float16,packed,grouped",
         "exp,128,256,bfloat16",
@@ -62,7 +65,7 @@ if os.environ.get("TFLA_COMPILE", ""):  # other combinations of the same constan
 KERNELS = [
     name + implementation
     for name in ("o_dv_kernel", "dq_dk_kernel", "segment_states_kernel", "small_head_kernel")
-    for implementation in ("", " back")
+    for implementation in ("", " back", " indexed")
 ] + ["dk_dv_kernel back"]
 SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments

@@ -265,3 +265,16 @@ def test_compiles_and_fits(
         table.append(line)
     record_property("table", "\n".join(table))
     assert not wrong, "\n".join(["registers, bytes spilled, shared memory", *wrong])
+
+
+@pytest.mark.compiles
+def test_scans_on_rows_of_a_pool_compile(kernel_cache: Path) -> None:
+    form = "triton,fused,exp,128,256,bfloat16,packed"
+    jobs = [f"{gpu}:{form},rows,only=o_dv_scan" for gpu in IN_TURN]
+    jobs += [f"{gpu}:{form},segmented,rows,only=pass_states" for gpu in IN_TURN]
+    answers = compile_kernels(jobs, kernel_cache)
+    assert len(answers) == len(jobs)
+    for answer in answers:
+        assert answer["failure"] is None
+        kernels = [row["kernel"] for row in answer["kernels"]]
+        assert f"{answer['case'].partition(',only=')[2]} indexed" in kernels, answer

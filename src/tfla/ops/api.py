@@ -13,6 +13,7 @@ from tfla.ops.checks import check_flags, check_input_gate, check_scale, is_empty
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
+from tfla.ops.rows_in_kernels import attend_rows
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
 from tfla.ops.states_every import with_states_every
@@ -42,7 +43,9 @@ def _attend(
     if state_indices is not None:
         if context_parallel is not None:
             raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
-        return attend_by_index(request, state_indices, request.lengths, lambda own: attend(*plan(own)))
+        return attend_by_index(
+            request, state_indices, request.lengths, lambda own: attend(*plan(own)), in_kernels=attend_rows
+        )
     if context_parallel is not None or type(request.q) not in PLAIN:
         return _attend_on_processes(request, context_parallel)
     return attend(*plan(request))
@@ -175,10 +178,10 @@ def mlstm(
             gradients from all of them are added up. docs/distributed.md says more.
         state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
             starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the final states overwrite
-            these rows, but for those at -1, and the returned state is the pool. The rows are gathered before the
-            kernels and scattered after them: two passes over the states, not over the sequences. The GPU kernels of the
-            delta rule and of gates by channel read and overwrite the rows themselves, see :func:`tfla.delta_rule`.
-            Further as in :func:`mlstm_step`.
+            these rows, but for those at -1, and the returned state is the pool. The GPU kernels read and overwrite C of
+            the rows themselves where sequences are packed, C of the pool is float32, no gradients are recorded and
+            heads are not padded. In all other calls, and for n and m, the rows are gathered before the kernels and
+            scattered after them: two passes over the states, not over the sequences. Further as in :func:`mlstm_step`.
         states_every: also return the states after every so many steps, for which each step is computed once; requires
             ``return_state``. The steps are computed in parts of this length, so that a state has the bits of the
             same call that stops there. On a GPU a part should have some hundred steps. Offsets are read on the host.

@@ -97,6 +97,11 @@ class LaunchContext:
         return self.segment_steps < self.T
 
     @property
+    def indexed(self) -> bool:
+        """True if scans of whole sequences read and store C as rows of a pool; with segments state passing does it."""
+        return self.rows is not None and not self.segmented
+
+    @property
     def tiles(self) -> int:
         """The number of tiles of one head of all sequences."""
         return count_segments(self.x, self.L)

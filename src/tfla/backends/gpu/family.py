@@ -32,14 +32,18 @@ class KernelFamily:
         """Return the context of a call whose first given tensors are the inputs."""
         return self.context(recorder, Inputs(*recorder.given[:9]), spec)  # type: ignore[arg-type]
 
-    def run_forward(self, x: Inputs, spec: Spec) -> Outputs:
-        """Record or replay the launches of the forward."""
-        signature = self._call_signature("forward", x, spec)
+    def run_forward(self, x: Inputs, spec: Spec, rows: Tensor | None = None) -> Outputs:
+        """Record or replay the launches of the forward; with `rows`, x.C is the pool that has these rows."""
+        given: Sequence[Tensor | None] = x if rows is None else (*x, rows)
+        signature = self._call_signature("forward", x, spec, *given[9:])
         recorded = recorded_launches(signature)
         if recorded is not None:
-            return Outputs(*recorded(x))
-        with recording(signature, x) as recorder:
-            out = recorder.results = self.forward(self._context(recorder, spec))
+            return Outputs(*recorded(given))
+        with recording(signature, given) as recorder:
+            ctx = self._context(recorder, spec)
+            if rows is not None:
+                ctx = replace(ctx, rows=recorder.given[9])
+            out = recorder.results = self.forward(ctx)
         return out
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:

@@ -35,6 +35,12 @@ def pad_state(ctx: LaunchContext, C: Tensor | None, n: Tensor | None) -> Pair:
     return _with_head_dims(ctx, C, n, ctx.K, ctx.V)
 
 
+def initial_states(ctx: LaunchContext) -> Pair:
+    """Return C and n that the sequences of a forward start from, padded; where the context has rows, C is the pool."""
+    x = ctx.x
+    return pad_state(ctx, x.C, x.n) if ctx.rows is None else (x.C, dense(ctx, x.n))
+
+
 def unpad_state(ctx: LaunchContext, C: Tensor | None, n: Tensor | None) -> Pair:
     """Return states C, (N, H, K, V), and n, (N, H, K), cut to the head dims of the inputs."""
     if not ctx.padded:
@@ -76,11 +82,11 @@ def new_h(ctx: LaunchContext) -> Tensor:
 
 
 def new_outputs(ctx: LaunchContext, h: Tensor) -> NewOutputs:
-    """Allocate the other outputs of a forward beside h."""
+    """Allocate the other outputs of a forward beside h; where the context has rows, C is the pool."""
     x, spec, N = ctx.x, ctx.spec, ctx.x.sequences
     C = n = m = None
     if spec.final_state:
-        C = ctx.new(N, ctx.H, ctx.K, ctx.V)
+        C = ctx.new(N, ctx.H, ctx.K, ctx.V) if ctx.rows is None else x.C
     if spec.final_state and spec.normalize:
         # An empty sequence has no last step: its max state keeps the initial value.
         m = ctx.zeros(N, ctx.H) if x.m is None else ctx.do(Tensor.copy_, ctx.new(N, ctx.H), x.m)
@@ -113,6 +119,7 @@ def forward_results(ctx: LaunchContext, out: NewOutputs, starts: Pair) -> Output
         chunk_C = ctx.placeholder(0, ctx.H, x.q.shape[3], x.v.shape[3], dtype=stored_dtype(x, ctx.spec))
         chunk_n = ctx.placeholder(0, ctx.H, x.q.shape[3]) if ctx.spec.normalize else None
     C, n = unpad_state(ctx, out.C, out.n)
+    C = C if ctx.rows is None else None
     none = ctx.placeholder(0)
     return Outputs(
         h=out.h,

@@ -46,13 +46,21 @@ def _segments_of(cu, s, T, steps, IS_VARLEN: tl.constexpr):
 
 
 @triton.jit
-def _load_given(given, s, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl.constexpr):
-    """Return the elements of a state that this program passes, (BLOCK), which of them exist, and their first values."""
+def _load_given(given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, INDEXED: tl.constexpr):
+    """Return the elements of a state that this program passes, (BLOCK), which of them exist, and their first values.
+
+    `row` is that of its sequence among the given states; with INDEXED -1 is no row, and -2 one that the pool lacks.
+    """
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < SIZE
     S = tl.zeros([BLOCK], tl.float32)
     if USE_INITIAL_STATE:
-        S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+        there = inside
+        if INDEXED:
+            there = inside & (row >= 0)
+        S = tl.load(given + (row * H + h).to(tl.int64) * SIZE + e, mask=there, other=0.0)
+        if INDEXED:
+            S = tl.where(row < -1, float("nan"), S)
     return e, inside, S
 
 
@@ -60,7 +68,7 @@ def _load_given(given, s, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl
 def pass_states(
     states, decays, given, final, cu, T, H, steps, SIZE,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
-    STORE_FINAL_STATE: tl.constexpr,
+    STORE_FINAL_STATE: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Replace the contribution of each segment by the state at its start, or with REVERSE by the cotangent at its end.
 
@@ -68,9 +76,11 @@ def pass_states(
         states: contributions S_c, (segments, H, SIZE); overwritten by the states.
         decays: decays a_c, (segments, H) float32.
         given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
-            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE.
-        final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE.
-        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN.
+            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE; with INDEXED a pool.
+        final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE; with
+            INDEXED the same pool.
+        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN; with INDEXED the places of rows follow,
+            see `bound_sequences`.
         T: the number of steps.
         H: the number of heads.
         steps: the number of steps of a segment.
@@ -81,7 +91,11 @@ def pass_states(
     s = tl.program_id(1)
     h = tl.program_id(2)
     segment0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
-    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE)  # S: the running state
+    of_sequence = s
+    if INDEXED:
+        of_sequence = tl.load(cu + tl.num_programs(1) + 1 + s).to(tl.int64)
+    # S is the running state.
+    e, inside, S = _load_given(given, of_sequence, h, H, SIZE, BLOCK, USE_INITIAL_STATE, INDEXED)
     row = (segment0 + (count - 1 if REVERSE else 0)) * H + h
     step = -H if REVERSE else H
     adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
@@ -93,7 +107,9 @@ def pass_states(
         adds, decay = later, later_decay
         row += step
     if STORE_FINAL_STATE:
-        tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
+        if INDEXED:
+            inside = inside & (of_sequence >= 0)
+        tl.store(final + (of_sequence * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
@@ -108,7 +124,7 @@ def final_states(
     s = tl.program_id(1)
     h = tl.program_id(2)
     segment0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
-    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE)  # S: the running state
+    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE, False)  # S: the running state
     for c in range(0, count):
         row = (segment0 + (count - 1 - c if REVERSE else c)) * H + h
         adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
@@ -135,7 +151,7 @@ def launch_final(ctx: LaunchContext, states: Tensor, decays: Tensor, given: Tens
 
 def launch(
     ctx: LaunchContext, states: Tensor, decays: Tensor, given: Tensor | None, final: Tensor | None, *, reverse: bool,
-    steps: int = 0,
+    steps: int = 0, indexed: bool = False,
 ) -> None:  # fmt: skip
     """Replace, in place, what each segment adds to a state by the state at its start, or with `reverse` at its end.
 
@@ -147,11 +163,12 @@ def launch(
         final: Output for the final states of the sequences, or the cotangents of their initial states, or None.
         reverse: Whether cotangents are passed.
         steps: The number of steps of a segment, if it is not that of the context.
+        indexed: Whether `given` and `final` are a pool, which has the rows of the context.
     """
     size = states[0, 0].numel()
     block = min(1024, power_of_two(size))
     ctx.launch(pass_states, (ceil_div(size, block), ctx.x.sequences, ctx.H),
         states, decays, states if given is None else given, states if final is None else final, ctx.cu_seqlens, ctx.T,
         ctx.H, steps or ctx.segment_steps, size, BLOCK=block, REVERSE=reverse, IS_VARLEN=ctx.packed,
-        USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
+        USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, INDEXED=indexed, num_warps=4,
     )  # fmt: skip

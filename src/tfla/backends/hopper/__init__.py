@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec, Starts
+from tfla.backends.gpu import pool_rows
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant, planned_gpu
 from tfla.backends.hopper.delta_backend import HopperDelta
 from tfla.backends.hopper.head_dims import DIMS, SMALL_HEADS, padded_dims_of, supports
@@ -82,6 +83,7 @@ class Hopper(Backend):
     kernels = ("fused",)
     takes_gates = True
     exchanges = True
+    reads_rows = True
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
@@ -131,6 +133,15 @@ class Hopper(Backend):
         """Compute the forward with a scale that is not negative."""
         x, spec = _with_positive_scale(x, spec)
         return _family(x).run_forward(x, spec)
+
+    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
+        """Compute the forward, which reads and overwrites rows of the pool x.C; None where kernels pad the states."""
+        if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
+            return None
+        if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):
+            return None
+        x, spec = _with_positive_scale(x, spec)
+        return _family(x).run_forward(x, spec, rows.contiguous())
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""

@@ -180,7 +180,7 @@ def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = Fals
     Of a state with several blocks of 128 it is block `block`. With INDEXED a sequence may have no state.
     """
     layout: gl.constexpr = mma.accumulator_layout(ROWS)
-    at = scheduler.state_index(index, params)
+    at = scheduler.state_index(index, params, config.INDEXED)
     DX: gl.constexpr = config.DK if config.BY_KEYS else config.DV
     DY: gl.constexpr = config.DV if config.BY_KEYS else config.DK
     pointers = mma.state_pointers(
@@ -295,8 +295,8 @@ def load_state(index, ids, gmem, params, config, block: gl.constexpr = 0):
         pointers, exists = locate_state(gmem.state_in, index, ids, params, config, block=block)
         C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)
         if config.INDEXED:
-            # The place of a row that the pool does not have is -2, and that of no row -1.
-            C = gl.where(scheduler.state_index(index, params) < -params.H, float("nan"), C)
+            lacks_row = scheduler.state_index(index, params, True) < -params.H
+            C = gl.where(lacks_row, float("nan"), C)
     return C
 
 

@@ -117,6 +117,7 @@ class Config(NamedTuple):
     SAVE_D: Any  # store d to `w_out`
     READER: Any  # NO_READER, QUERIES or READ_KEYS
     RESULT: Any  # what the store warp stores
+    INDEXED: Any  # `state_in` and `state_out` are a pool, of which the schedule has the rows, for o
 
 
 class GlobalPointers(NamedTuple):
@@ -276,11 +277,14 @@ def load_initial_state(index, ids, gmem, params, config):
     dn = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(config.L)))
     N0, N1 = normalizer.empty_n(), normalizer.empty_n()
     if config.USE_INITIAL_STATE:
-        at = scheduler.state_index(index, params)
-        # (64, 128)
-        C0 = gl.load(state_block_pointers(gmem.state_in, at, ids, 0, config)).to(gl.float32)
+        at = scheduler.state_index(index, params, config.INDEXED)
+        first = state_block_pointers(gmem.state_in, at, ids, 0, config)
+        C0 = mma.load_block(first, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
         if config.BLOCKS == 2:
-            C1 = gl.load(state_block_pointers(gmem.state_in, at, ids, 1, config)).to(gl.float32)
+            second = state_block_pointers(gmem.state_in, at, ids, 1, config)
+            C1 = mma.load_block(second, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
+        if config.INDEXED:
+            at = scheduler.state_index(index, params)
         if config.NORMALIZE:
             N = gl.load(gmem.n_in + at.to(gl.int64) * config.DX + ids.rk, mask=ids.has_n, other=0.0)  # (64)
         if config.FUSE_NORMALIZER:
@@ -292,10 +296,14 @@ def load_initial_state(index, ids, gmem, params, config):
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
-    at = scheduler.state_index(index, params)
-    gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config), acc.C0)
+    at = scheduler.state_index(index, params, config.INDEXED)
+    first = state_block_pointers(gmem.state_out, at, ids, 0, config)
+    mma.store_block(first, acc.C0, at, 64, 128, config.INDEXED)
     if config.BLOCKS == 2:
-        gl.store(state_block_pointers(gmem.state_out, at, ids, 1, config), acc.C1)
+        second = state_block_pointers(gmem.state_out, at, ids, 1, config)
+        mma.store_block(second, acc.C1, at, 64, 128, config.INDEXED)
+    if config.INDEXED:
+        at = scheduler.state_index(index, params)
     if config.NORMALIZE:
         gl.store(gmem.n_out + at.to(gl.int64) * config.DX + ids.rk, acc.n, mask=ids.has_n)
     if config.FUSE_NORMALIZER:
@@ -688,7 +696,7 @@ def dq_dk_kernel(
     STORE_FINAL_STATE: gl.constexpr, NORMALIZE: gl.constexpr, USE_DP_OFFSET: gl.constexpr, TRANSPOSED: gl.constexpr,
     FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr,
     SAVE_SUMS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
-    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, or with REVERSE dk, or with TRANSPOSED o or dv.
 
@@ -706,8 +714,8 @@ def dq_dk_kernel(
         f_gate: Forget gates, (B, T, H), or with QUERIES do . E.
         w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H). With SAVE_SUMS and READER
             those of earlier tiles.
-        state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE.
-        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
+        state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
+        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         n_in: Initial n, (segments, H, dqk).
         n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk). With SAVE_SUMS and READER the
             sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM and COLUMN_SUM.
@@ -754,7 +762,7 @@ def dq_dk_kernel(
             CHECKPOINT_STEPS=CHECKPOINT_STEPS, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
-            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT,
+            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT, INDEXED=INDEXED,
         ),
     )  # fmt: skip
 

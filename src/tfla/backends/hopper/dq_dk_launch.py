@@ -168,5 +168,5 @@ def launch(
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
         NORMALIZE=ctx.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
         FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, READER=reader.value,
-        SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, num_warps=4,
+        SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed, num_warps=4,
     )  # fmt: skip

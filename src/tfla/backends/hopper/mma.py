@@ -37,6 +37,30 @@ def state_pointers(
         return first + (row * DY + column) + (r * DY + c)
 
 
+@gluon.jit
+def load_block(pointers, at, H, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
+    """Load a block (ROWS, COLUMNS) of the initial state with index `at`, in float32.
+
+    With INDEXED it is one of a pool of states of H heads (`scheduler.state_index`): zeros where there is no row, NaN
+    where the pool lacks it.
+    """
+    if INDEXED:
+        exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
+        return gl.where(at < -H, float("nan"), gl.load(pointers, mask=exists, other=0.0).to(gl.float32))
+    else:
+        return gl.load(pointers).to(gl.float32)
+
+
+@gluon.jit
+def store_block(pointers, block, at, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
+    """Store a block (ROWS, COLUMNS) of the final state with index `at`, with INDEXED where it is a row of a pool."""
+    if INDEXED:
+        exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
+        gl.store(pointers, block, mask=exists)
+    else:
+        gl.store(pointers, block)
+
+
 @gluon.constexpr_function
 def accumulator_layout(columns):
     """Return the layout of a product with 64 rows and this many columns that one warpgroup computes."""

@@ -88,6 +88,7 @@ class Config(NamedTuple):
     NORMALIZE: Any  # divide by the denominators, for o; for dv the gate weights are divided already
     SAVE_D: Any  # store d to `d_out`
     COMPUTE_DP_OFFSET: Any  # replace -u in the gate vector DELTA_P by delta, the offset of dP: -u (y . y2), y2 being h
+    INDEXED: Any  # `state_in` and `state_out` are a pool, of which the schedule has the rows, for o
 
 
 class GlobalPointers(NamedTuple):
@@ -210,12 +211,15 @@ def load_initial_state(index, ids, gmem, params, config):
     C1 = gl.zeros([64, config.DK], gl.float32, mma.accumulator_layout(config.DK))
     N = normalizer.empty_n()
     if config.USE_INITIAL_STATE:
-        at = scheduler.state_index(index, params)
+        at = scheduler.state_index(index, params, config.INDEXED)
         if config.BLOCKS == 2:
-            C1 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)).to(gl.float32)
-        # (64, dqk)
-        C0 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column, config)).to(gl.float32)
+            second = transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)
+            C1 = mma.load_block(second, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
+        first = transposed_state_pointers(gmem.state_in, at, ids.column, config)
+        C0 = mma.load_block(first, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
         if config.NORMALIZE:
+            if config.INDEXED:
+                at = scheduler.state_index(index, params)
             N = normalizer.load_initial_n(gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk))  # (64)
     return Accumulators(C0=C0, C1=C1, n=N)
 
@@ -223,11 +227,15 @@ def load_initial_state(index, ids, gmem, params, config):
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
-    at = scheduler.state_index(index, params)
+    at = scheduler.state_index(index, params, config.INDEXED)
     if config.BLOCKS == 2:
-        gl.store(transposed_state_pointers(gmem.state_out, at, ids.column + 64, config), acc.C1)
-    gl.store(transposed_state_pointers(gmem.state_out, at, ids.column, config), acc.C0)
+        second = transposed_state_pointers(gmem.state_out, at, ids.column + 64, config)
+        mma.store_block(second, acc.C1, at, 64, config.DK, config.INDEXED)
+    first = transposed_state_pointers(gmem.state_out, at, ids.column, config)
+    mma.store_block(first, acc.C0, at, 64, config.DK, config.INDEXED)
     if config.NORMALIZE:
+        if config.INDEXED:
+            at = scheduler.state_index(index, params)
         gl.store(gmem.n_out + at.to(gl.int64) * config.DK + ids.rk, gl.sum(acc.n, 1))
 
 
@@ -519,6 +527,7 @@ def o_dv_kernel(
     REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, COMPUTE_DP_OFFSET: gl.constexpr, IS_VARLEN: gl.constexpr,
     GATES: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+    INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute o, or with REVERSE dv.
 
@@ -531,8 +540,8 @@ def o_dv_kernel(
         gates: Gate vectors, (H, tiles, VECTORS, L).
         i_gate: Input gates, (B, T, H).
         f_gate: Forget gates, (B, T, H).
-        state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE.
-        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
+        state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
+        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         n_in: Initial n, (segments, H, dqk).
         n_out: Final n, (segments, H, dqk).
         d_out: Denominators d, (B, T, H), with SAVE_D.
@@ -566,7 +575,7 @@ def o_dv_kernel(
         Config(
             DK=DK, DV=DV, BLOCKS=BLOCKS, L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
-            SAVE_D=SAVE_D, COMPUTE_DP_OFFSET=COMPUTE_DP_OFFSET,
+            SAVE_D=SAVE_D, COMPUTE_DP_OFFSET=COMPUTE_DP_OFFSET, INDEXED=INDEXED,
         ),
     )  # fmt: skip
 
@@ -666,7 +675,7 @@ def launch(
         DK=ctx.K, DV=ctx.V, BLOCKS=blocks, L=ctx.L, STAGES=RING_STAGES if h is None else RING_STAGES_WITH_H,
         REVERSE=reverse, IS_SEGMENTED=ctx.segmented, USE_INITIAL_STATE=initial[0] is not None,
         STORE_FINAL_STATE=final[0] is not None, NORMALIZE=ctx.spec.normalize and not reverse, SAVE_D=d is not None,
-        COMPUTE_DP_OFFSET=h is not None, IS_VARLEN=ctx.packed, **gates.constants, num_warps=4,
+        COMPUTE_DP_OFFSET=h is not None, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed, num_warps=4,
     )  # fmt: skip
 
 

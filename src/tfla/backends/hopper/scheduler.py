@@ -24,12 +24,13 @@ from tfla.backends.gpu.context import LaunchContext
 
 # The schedule of packed sequences is (segments, FIELDS), int32. The columns of a row:
 FIELDS = tl.constexpr(8)
-SEGMENT_INDEX = tl.constexpr(0)  # index of its states among those of all segments, (segments, H, dqk, dhv), or a pool
+SEGMENT_INDEX = tl.constexpr(0)  # index of its states among those of all segments, (segments, H, dqk, dhv)
 FIRST_TOKEN = tl.constexpr(1)
 NUM_STEPS = tl.constexpr(2)
 FIRST_TILE = tl.constexpr(3)  # index of its first tile among the gate vectors, (H, tiles, VECTORS, L)
 STARTS_SEQUENCE = tl.constexpr(4)  # whether a sequence starts with this segment
 ENDS_SEQUENCE = tl.constexpr(5)  # whether a sequence ends with this segment
+POOL_INDEX = tl.constexpr(6)  # place of its sequence's row in a pool of states; -1: none, -2: one that the pool lacks
 
 VIRTUAL_ROWS = tl.constexpr(1 << 30)  # extent of the rows in a TMA descriptor of packed sequences, see make_descriptor
 
@@ -62,8 +63,8 @@ def schedule_packed(
         L: Steps of a tile.
         SEGMENT_BLOCK: Segments of one program.
         SEQUENCE_BLOCK: Sequences that are read at once.
-        INDEXED: Whether SEGMENT_INDEX is the place of the sequence's row in a pool of states, which follows the
-            boundaries (`bound_sequences`). Sequences are then not cut.
+        INDEXED: Whether POOL_INDEX is written, from the places of rows that follow the boundaries (`bound_sequences`).
+            Sequences are then not cut.
     """
     segment = (tl.program_id(0) * SEGMENT_BLOCK + tl.arange(0, SEGMENT_BLOCK)).to(tl.int64)
     # (1) The sequence of each segment: the last one whose first segment is not after it.
@@ -105,9 +106,8 @@ def schedule_packed(
     inside = segment < num_segments
     if INDEXED:
         place = tl.load(cu_seqlens + num_sequences + 1 + segment, mask=inside, other=-1)
-        tl.store(row + SEGMENT_INDEX, place.to(tl.int32), mask=inside)
-    else:
-        tl.store(row + SEGMENT_INDEX, segment.to(tl.int32), mask=inside)
+        tl.store(row + POOL_INDEX, place.to(tl.int32), mask=inside)
+    tl.store(row + SEGMENT_INDEX, segment.to(tl.int32), mask=inside)
     tl.store(row + FIRST_TOKEN, (first + start).to(tl.int32), mask=inside)
     tl.store(row + NUM_STEPS, num_steps.to(tl.int32), mask=inside)
     tl.store(row + FIRST_TILE, (first // L + sequence + start // L).to(tl.int32), mask=inside)
@@ -176,9 +176,16 @@ def get_work_tile(index, params, L: gl.constexpr, IS_SEGMENTED: gl.constexpr, RE
 
 
 @gluon.jit
-def state_index(index, params):
-    """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv)."""
-    if params.schedule is not None:
+def state_index(index, params, INDEXED: gl.constexpr = False):
+    """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv).
+
+    With INDEXED it is that in a pool, (rows, H, dqk, dhv): negative where its sequence has no row, and below -H where
+    the pool lacks the row.
+    """
+    if INDEXED:
+        H = params.H
+        return gl.load(params.schedule + index // H * FIELDS + POOL_INDEX) * H + index % H
+    elif params.schedule is not None:
         H = params.H
         # The mask is true: with it ptxas allocates registers as in the kernels that have been measured.
         return gl.load(params.schedule + index // H * FIELDS + SEGMENT_INDEX, mask=True) * H + index % H
@@ -267,6 +274,6 @@ def launch(ctx: LaunchContext) -> LaunchContext:
     schedule, block = ctx.new(ctx.segments, FIELDS.value, dtype=torch.int32), 16
     ctx.launch(schedule_packed, (ceil_div(ctx.segments, block),),
         ctx.cu_seqlens, schedule, ctx.x.sequences, ctx.segment_steps if ctx.segmented else ctx.T + 1, ctx.segments,
-        L=ctx.L, SEGMENT_BLOCK=block, SEQUENCE_BLOCK=64, INDEXED=ctx.rows is not None, num_warps=4,
+        L=ctx.L, SEGMENT_BLOCK=block, SEQUENCE_BLOCK=64, INDEXED=ctx.indexed, num_warps=4,
     )  # fmt: skip
     return dataclasses.replace(ctx, schedule=schedule)

@@ -27,7 +27,7 @@ def of_forward(ctx: LaunchContext, out: results.NewOutputs, scan: Scan) -> tuple
         The states C and n that scans start from; the outputs for the states that they end with; the states at segment
         starts that are stored for the backward, or None.
     """
-    initial, final = results.pad_state(ctx, ctx.x.C, ctx.x.n), (out.C, out.n)
+    initial, final = results.initial_states(ctx), (out.C, out.n)
     if scan is None:
         return initial, final, results.NO_STATE
     starts = _pass_states(ctx, scan, initial, final, m=out.m, exchange=ctx.exchange)
@@ -72,5 +72,6 @@ def _pass_states(
         initial = exchanging.exchange_states(ctx, exchange, C, n, decays, initial, m)
     for states, given, end in zip((C, n), initial, final, strict=True):
         if states is not None:
-            state_passing.launch(ctx, states, decays, given, end, reverse=False)
+            indexed = ctx.rows is not None and states is C
+            state_passing.launch(ctx, states, decays, given, end, reverse=False, indexed=indexed)
     return C, n

@@ -96,6 +96,7 @@ class Config(NamedTuple):
     USE_DP_OFFSET: Any  # add delta of (T7) to zv y^T
     COMPUTE_DP_OFFSET: Any  # compute delta in the scan for dq: the gate vector DELTA_P holds -u before
     HAS_CHECKPOINTS: Any  # store states at checkpoints, or against time read them
+    INDEXED: Any  # `state_in` and `state_out` are a pool, of which the schedule has the rows, for o
 
 
 class GlobalPointers(NamedTuple):
@@ -324,11 +325,14 @@ def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
     N = gl.zeros([config.DK], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(config.L)))
     total = ids.one.to(gl.float32) + 1.0
     if config.USE_INITIAL_STATE:
-        at = scheduler.state_index(index, params) * config.HEADS + head
-        C = gl.load(
-            mma.state_pointers(gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV)
-        ).to(gl.float32)  # (dqk, dhv)  # fmt: skip
+        at = scheduler.state_index(index, params, config.INDEXED) * config.HEADS + head
+        pointers = mma.state_pointers(
+            gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV
+        )  # fmt: skip
+        C = mma.load_block(pointers, at, params.H * config.HEADS, config.DK, config.DV, config.INDEXED)  # (dqk, dhv)
         if config.NORMALIZE:
+            if config.INDEXED:
+                at = scheduler.state_index(index, params) * config.HEADS + head
             N = gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk)  # (dqk)
     return Accumulators(C=C, n=N, decay=total)
 
@@ -338,13 +342,15 @@ def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config)
     """Store the state after the last step of work tile `index`, and without outputs the decay over it."""
     C, N, total = acc
     state_out = gmem.state_out
-    at = scheduler.state_index(index, params) * config.HEADS + head
+    at = scheduler.state_index(index, params, config.INDEXED) * config.HEADS + head
     dtype: gl.constexpr = state_out.dtype.element_ty
     pointers = mma.state_pointers(
         state_out, at, 0, 0, config.DK, config.DV, False, mma.accumulator_layout(config.DV), config.DK, config.DV
     )
-    gl.store(pointers, C.to(dtype))
+    mma.store_block(pointers, C.to(dtype), at, config.DK, config.DV, config.INDEXED)
     if config.NORMALIZE:
+        if config.INDEXED:
+            at = scheduler.state_index(index, params) * config.HEADS + head
         gl.store(gmem.n_out + at.to(gl.int64) * config.DK + ids.rk, N)
     if not config.HAS_OUTPUT:
         gl.store(gmem.decays + at + ids.one, total)
@@ -720,7 +726,7 @@ def small_head_kernel(
     USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, SKIP_LAST: gl.constexpr, OUTPUT_V: gl.constexpr,
     OUTPUT_K: gl.constexpr, NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, USE_DP_OFFSET: gl.constexpr,
     HAS_CHECKPOINTS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
-    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute o (OUTPUT_V), dq (OUTPUT_K), dk and dv (both, with REVERSE), or final states and decays (neither).
 
@@ -741,8 +747,8 @@ def small_head_kernel(
         w_out: Sums zk . out_k, (heads, tiles, L), with OUTPUT_K.
         d_out: d, (B, T, heads), with SAVE_D.
         dots: <C, dC>, (checkpoints, heads), float64.
-        state_in: Initial states, (segments, heads, dqk, dhv), with USE_INITIAL_STATE.
-        state_out: Final states, (segments, heads, dqk, dhv), with STORE_FINAL_STATE.
+        state_in: Initial states, (segments, heads, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
+        state_out: Final states, (segments, heads, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         n_in: Initial n, (segments, heads, dqk).
         n_out: Final n, (segments, heads, dqk).
         n_checkpoints: n at checkpoints, (checkpoints, heads, dqk).
@@ -785,7 +791,7 @@ def small_head_kernel(
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, SKIP_LAST=SKIP_LAST,
             OUTPUT_V=OUTPUT_V, OUTPUT_K=OUTPUT_K, HAS_OUTPUT=HAS_OUTPUT, NORMALIZE=NORMALIZE, SAVE_D=SAVE_D,
             USE_DP_OFFSET=USE_DP_OFFSET, COMPUTE_DP_OFFSET=USE_DP_OFFSET and not REVERSE,
-            HAS_CHECKPOINTS=HAS_CHECKPOINTS,
+            HAS_CHECKPOINTS=HAS_CHECKPOINTS, INDEXED=INDEXED,
         ),
         gate_warp.GateWarpConfig(
             L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED, EXTRA=EXTRA, SKIP_LAST=SKIP_LAST,

@@ -192,5 +192,6 @@ def _launch(
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None, SKIP_LAST=skip_last,
         OUTPUT_V=out_v is not None, OUTPUT_K=out_k is not None,
         NORMALIZE=ctx.spec.normalize if normalize is None else normalize, SAVE_D=d is not None, USE_DP_OFFSET=delta,
-        HAS_CHECKPOINTS=C_checkpoints is not None, IS_VARLEN=ctx.packed, **gates.constants, num_warps=4,
+        HAS_CHECKPOINTS=C_checkpoints is not None, IS_VARLEN=ctx.packed, **gates.constants,
+        INDEXED=ctx.indexed, num_warps=4,
     )  # fmt: skip

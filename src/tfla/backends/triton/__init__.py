@@ -26,6 +26,7 @@ from tfla.backends.base import (
     StepOutputs,
     StepSpec,
 )
+from tfla.backends.gpu import pool_rows
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant, planned_gpu
 from tfla.backends.triton.delta_backend import TritonDelta
 
@@ -68,6 +69,7 @@ class Triton(Backend):
     kernels = ("fused", "tfla")
     takes_gates = True
     exchanges = True
+    reads_rows = True
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
@@ -155,6 +157,14 @@ class Triton(Backend):
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Compute the forward with the kernels that `spec.kernel` names."""
         return _family(spec.kernel).run_forward(x, spec)
+
+    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
+        """Compute the forward by fused scans, which read and overwrite rows of the pool x.C; None where they cannot."""
+        if spec.kernel != "fused" or x.cu_seqlens is None or x.C is None or not x.v.numel():
+            return None
+        if not pool_rows.can_be_indexed(x.C, rows):
+            return None
+        return _family(spec.kernel).run_forward(x, spec, rows.contiguous())
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""

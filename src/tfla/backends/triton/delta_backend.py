@@ -19,6 +19,7 @@ from tfla.backends.delta import (
     DeltaStepSpec,
     Saved,
 )
+from tfla.backends.gpu import pool_rows
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INTERPRETED
 from tfla.backends.triton.correction_dtype import correction_dtype
 
@@ -143,12 +144,9 @@ class TritonDelta(DeltaBackend):
         """Compute :meth:`forward_by_rows` with other launchers, if they are given."""
         from tfla.backends.triton import delta
 
-        C = x.C
-        if spec.kernel == BY_SEGMENTS or x.cu_seqlens is None or C is None or not (len(rows) and x.v.numel()):
+        if spec.kernel == BY_SEGMENTS or x.cu_seqlens is None or x.C is None or not x.v.numel():
             return None
-        if C.dtype != torch.float32 or not (C.numel() and C[0].is_contiguous()):
-            return None
-        if not C.stride(0) or C.stride(0) % C[0].numel():  # rows that share memory have no places of their own
+        if not pool_rows.can_be_indexed(x.C, rows):
             return None
         return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous()).h
 

@@ -66,7 +66,7 @@ def forward(ctx: LaunchContext) -> Outputs:
     ctx = exchanging.with_max_states(sequences.bound(ctx, h))
     out = results.new_outputs(ctx, h)
     gates = gate_kernels.launch(ctx, m_final=out.m)  # (G1) to (G5)
-    starts, ends, stored = results.pad_state(ctx, x.C, x.n), (out.C, out.n), results.NO_STATE
+    starts, ends, stored = results.initial_states(ctx), (out.C, out.n), results.NO_STATE
     if ctx.segmented:
         starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=out.m, exchange=ctx.exchange)
         ends = results.NO_STATE
@@ -97,7 +97,8 @@ def segment_starts(
     C, decays = o_dv.launch_segment_states(ctx, gates, x.k, x.v, reverse=False, skip_last=skip_last)
     n = None
     if exchange is None:
-        state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
+        indexed = ctx.rows is not None
+        state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False, indexed=indexed)
     if ctx.spec.normalize:
         n = denominators.launch_segment_n(ctx, gates, x.k, reverse=False, skip_last=skip_last)
     if exchange is not None:

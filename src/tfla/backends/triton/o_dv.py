@@ -42,7 +42,7 @@ def o_dv_scan(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, OUTPUT: tl.constexpr, IS_VARLEN: tl.constexpr, IS_SEGMENTED: tl.constexpr,
     USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP_LAST: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP_LAST: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Compute o, or with REVERSE dv: a program computes BLOCKS * BV columns of dhv of one head of one segment.
 
@@ -53,9 +53,12 @@ def o_dv_scan(
         Y: y, (B, T, H, DV).
         Out: the output, (B, T, H, DV); written with OUTPUT.
         gates: the gate vectors, (H, tiles, VECTORS, L) float32.
-        cu: the offsets of packed sequences, (sequences + 1).
-        state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE.
-        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE.
+        cu: the offsets of packed sequences, (sequences + 1); with INDEXED the places of rows follow, see
+            `bound_sequences`.
+        state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE; with INDEXED a
+            pool.
+        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE; with INDEXED the
+            same pool.
         decays: the decay over each segment, (segments, H) float32; written without OUTPUT.
         tiles_of_head: the number of tiles of one head.
         GROUP: the number of heads of v that share a head of q and k.
@@ -76,17 +79,24 @@ def o_dv_scan(
     o_at = tile_access(Out + b * ob + t_first * ot + hv * oh, steps, DV, ot, L, BV, TMA)
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
     state_row = tl.program_id(1).to(tl.int64)
+    if INDEXED:
+        place = tl.load(cu + sequences + 1 + segment).to(tl.int64)
+        state_row = place * H + h
     rk = tl.arange(0, BK)
     rv = col + tl.arange(0, BV)
     state_at = (state_row * DK + rk[None, :]) * DV + rv[:, None]
     inside = (rv < DV)[:, None] & (rk < DK)[None, :]
     inside1 = (rv + BV < DV)[:, None] & (rk < DK)[None, :]
+    if INDEXED:
+        inside, inside1 = inside & (place >= 0), inside1 & (place >= 0)
     S0 = tl.zeros([BV, BK], tl.float32)  # a block of C^T or dC^T
     S1 = tl.zeros([BV, BK], tl.float32)
     if USE_INITIAL_STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
+        if INDEXED:  # the pool lacks the row of place -2
+            S0, S1 = tl.where(place < -1, float("nan"), S0), tl.where(place < -1, float("nan"), S1)
     r = tl.arange(0, L)
     tiles = count_tiles(cu, sequences, T, segment, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
     total = 1.0
@@ -161,6 +171,7 @@ def launch(
         USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, EXACT=ctx.exact,
         NEGATIVE=ctx.spec.scale < 0, PRECISION=ctx.precision,
         TMA=ctx.config.descriptors and describable(x, y, z, written), STAGES=tiles.stages, SKIP_LAST=skip_last,
+        INDEXED=ctx.indexed,
         num_warps=tiles.num_warps, tunable=True,
     )  # fmt: skip
 

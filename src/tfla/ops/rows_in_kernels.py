@@ -1,0 +1,48 @@
+"""The calls of `mlstm` and `linear_attention` whose kernels read and overwrite rows of a pool of states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla.ops.autocast import without_autocast
+from tfla.ops.dispatch import Request, plan
+from tfla.ops.gates import clamp
+from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
+
+
+def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
+    """Return h of a call whose kernels read and overwrite C of its states in the pool, or None where none do.
+
+    The kernels get n and m of the sequences, which are gathered before them and scattered after: all programs of a head
+    read n, and one of them could overwrite it before another one has read it.
+
+    Args:
+        request: the arguments of the call; its state is the pool.
+        indices: (sequences,) int32 or int64, the rows.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
+    pool = request.state
+    if pool is None or request.lengths is None or not len(pool.C) or pool.C.dtype != torch.float32:
+        return None
+    # The plan is that of a call with a state for each sequence, of which it reads the shape and the dtype.
+    states = (None if t is None else t[:1].expand(len(indices), *t.shape[1:]) for t in pool)
+    x, found = plan(request._replace(state=State(*states)))  # type: ignore[arg-type]
+    if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
+        return None
+    size = pool.C.shape[0]
+    rows = PoolRows(torch.where(indices < size, indices, -1), size)
+    n, m = (None if t is None else rows.read(t).float() for t in (pool.n, pool.m))
+    with without_autocast(x.q.device.type):
+        x = x._replace(C=pool.C, n=n, m=None if m is None else clamp(m))
+        out = found.backend.forward_by_rows(x, indices, found.spec)
+    if out is None:
+        return None
+    if request.return_state and pool.n is not None and pool.m is not None:
+        rows.write(pool.n, out.n)
+        rows.write(pool.m, out.m)
+    h: Tensor = out.h
+    return h

@@ -1,0 +1,158 @@
+"""The fused scans of the mLSTM and of linear attention read and overwrite rows of a pool of states.
+
+They run on a GPU, those of Hopper on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the
+simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED, problem
+
+import tfla
+from tfla.backends import BACKENDS
+from tfla.backends.base import Gates, Inputs, Spec
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ON_HOPPER = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0))
+pytestmark = (
+    [pytest.mark.interpreter]
+    if INTERPRETED
+    else [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
+if INTERPRETED:
+    pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+GATES: dict[str, Gates] = {"exp": "exp", "sigmoid": "sigmoid", "plain": "log", "normalized": "log"}
+LENGTHS = (3, 70, 0, 5, 9)
+ROWS = (4, -1, 0, 9, 6)  # of 7: the second sequence has none, and the fourth one that the pool lacks
+WHOLE = DEFERRED_CHUNK_SIZE - 1  # no sequence is cut
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulation() -> Iterator[None]:
+    if not INTERPRETED:
+        yield
+        return
+    from gluon_simulator.hopper import on_cpu
+
+    with on_cpu():
+        yield
+
+
+def setting(
+    form: str, dims: tuple[int, int], chunk_size: int, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[Inputs, Spec]:
+    """Inputs whose sequences have states of their own, and options without gradients."""
+    p = problem(form, lengths=lengths, H=2, Hq=1, K=dims[0], V=dims[1], dtype=torch.float16)
+    assert p.state is not None
+    given = (p.q, p.k, p.v, p.i, p.f, *p.state, p.cu_seqlens)
+    x = Inputs(*(None if t is None else t.to(DEVICE) for t in given))  # type: ignore[arg-type]
+    spec = Spec(
+        scale=dims[0] ** -0.5, normalize=p.normalize, normalizer_grad=True, chunk_size=chunk_size, kernel="fused",
+        save=False, final_state=True, gates=GATES[form],
+    )  # fmt: skip
+    return x, spec
+
+
+def cases() -> list[Any]:
+    """Kernels by backend and head dims, with and without segments: state passing reads the rows of segments."""
+    found = [("triton", form, (40, 72), n) for form in GATES for n in (WHOLE, 64)]
+    found += [("triton", "exp", (16, 160), WHOLE)]  # two blocks of columns in a program
+    dims = {(128, 128): "exp", (128, 256): "sigmoid", (256, 128): "exp", (256, 256): "normalized", (64, 64): "exp"}
+    found += [("hopper", form, sizes, WHOLE) for sizes, form in dims.items()]
+    found += [("hopper", "exp", (512, 128), WHOLE)]  # programs share the rows of a state
+    found += [("hopper", "plain", (64, 128), WHOLE), ("hopper", "exp", (128, 128), 64), ("hopper", "exp", (64, 64), 64)]
+    return [pytest.param(*case, marks=needs_hopper if case[0] == "hopper" else ()) for case in found]
+
+
+@pytest.mark.parametrize(("backend", "form", "dims", "chunk_size"), cases())
+def test_rows_are_the_states(backend: str, form: str, dims: tuple[int, int], chunk_size: int) -> None:
+    """Bit by bit those of states of their own: of rows in any order, of no row, and of one that the pool lacks."""
+    chosen = BACKENDS[backend]
+    x, spec = setting(form, dims, chunk_size)
+    assert x.C is not None
+    pages = torch.randn(7, 2, *x.C.shape[1:], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    pool = pages[:, 1]  # rows that do not follow each other
+    C = pool[[4, 0, 0, 0, 6]].clone()
+    C[1] = 0
+    expected = chosen.forward(x._replace(C=C), spec)
+    after = pages.clone()
+    after[[4, 0, 6], 1] = expected.C[[0, 2, 4]]
+    for dtype in (torch.int32, torch.int64):
+        rows, written = torch.tensor(ROWS, dtype=dtype, device=DEVICE), pages.clone()
+        read = chosen.forward_by_rows(x._replace(C=written[:, 1]), rows, spec._replace(final_state=False))
+        assert torch.equal(written, pages)
+        assert read is not None
+        out = chosen.forward_by_rows(x._replace(C=written[:, 1]), rows, spec)
+        assert out is not None
+        assert torch.equal(written, after)
+        for h in (read.h, out.h):
+            assert torch.equal(h[:, :73], expected.h[:, :73])
+            assert h[:, 73:78].isnan().all()
+            assert torch.equal(h[:, 78:], expected.h[:, 78:])
+        if spec.normalize:
+            assert torch.equal(out.n, expected.n)
+            assert torch.equal(out.m, expected.m)
+
+
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
+def test_what_the_kernels_do_not_take_is_left_to_the_caller(backend: str) -> None:
+    chosen = BACKENDS[backend]
+    x, spec = setting("exp", (64, 64), WHOLE, lengths=(3, 7))
+    assert x.C is not None
+    rows = torch.tensor([1, 0], device=DEVICE)
+    wide = torch.zeros(2, 2, 64, 65, device=DEVICE)
+    of_batch = x._replace(cu_seqlens=None)
+    for C in (x.C.half(), wide[..., :64], wide[:0, ..., :64], x.C[:1].expand(2, -1, -1, -1)):
+        assert chosen.forward_by_rows(x._replace(C=C), rows, spec) is None
+    assert chosen.forward_by_rows(of_batch, rows, spec) is None
+    if backend == "hopper":  # states of the kernels are wider
+        x, spec = setting("exp", (56, 64), WHOLE, lengths=(3, 7))
+        assert chosen.forward_by_rows(x, rows, spec) is None
+
+
+@pytest.mark.parametrize("form", list(GATES))
+def test_the_operators_take_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on a pool are those on states of their own, bit by bit, and the pool is read and written by the kernels."""
+    x, _ = setting(form, (40, 72), WHOLE)
+    size = 7
+    drawn = torch.Generator().manual_seed(0)
+    tensors = [None if t is None else torch.randn(size, *t.shape[1:], generator=drawn).to(DEVICE) for t in x[5:8]]
+    pool, rows = tfla.State(*tensors), torch.tensor([4, -1, 0, 2, 6], device=DEVICE)  # type: ignore[arg-type]
+    calls = []
+    by_rows = type(BACKENDS["triton"]).forward_by_rows
+    monkeypatch.setattr(
+        type(BACKENDS["triton"]), "forward_by_rows", lambda *a: calls.append(by_rows(*a)) or calls[-1]
+    )  # fmt: skip
+
+    def run(state: tfla.State, **more: Any) -> Any:
+        options = {
+            "initial_state": state,
+            "cu_seqlens": x.cu_seqlens,
+            "return_state": True,
+            "backend": "triton",
+            **more,
+        }
+        if form in ("exp", "sigmoid"):
+            return tfla.mlstm(x.q, x.k, x.v, x.log_i, x.log_f, input_gate=form, **options)
+        return tfla.linear_attention(x.q, x.k, x.v, x.log_f, x.log_i, normalize=form == "normalized", **options)
+
+    with torch.no_grad():
+        own = tfla.State(*(None if t is None else t[rows.clamp(min=0)].clone() for t in pool))  # type: ignore[arg-type]
+        for t in own:
+            if t is not None:
+                t[1] = 0
+        expected, states = run(own)
+        after = pool.clone()
+        after.scatter(rows[[0, 2, 3, 4]], tfla.State(*(None if t is None else t[[0, 2, 3, 4]] for t in states)))
+        h, found = run(pool, state_indices=rows)
+    assert [out is not None for out in calls] == [True]
+    assert torch.equal(h, expected)
+    assert all(a is b for a, b in zip(found, pool, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(pool, after, strict=True))
