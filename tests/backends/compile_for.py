@@ -13,7 +13,8 @@ kernels are those that other lengths would compile, on a GPU of PROCESSORS multi
 With [parallel] only the kernels of context parallelism are compiled, and with [only=NAME+NAME] only those of these
 names. The short convolution of a layer is the kernel "convolution", with its size, the channels and the dtype in place
 of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's inputs are the kernel "activations",
-with the activation of the gates, dqk and the dtype, and [channels].
+with the activation of the gates, dqk and the dtype, and [channels]. The losses of logits are the kernel "losses", with
+the vocabulary and the dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from wgmma_descriptors import disassemble, unset_descriptors
 import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.backends.delta import DeltaInputs
-from tfla.nn import LanguageModel, ModelConfig, fused_step
+from tfla.nn import LanguageModel, ModelConfig, capped_loss, fused_step
 from tfla.nn.mixers import fused_convolution
 from tfla.ops import fused_activations
 
@@ -336,6 +337,11 @@ def activations(gate: str, dqk: str, dtype: str, *variant: str) -> None:
     sum(t.sum() for t in (out.q, out.beta, out.log_f) if t is not None).backward()
 
 
+def losses(vocabulary: str, dtype: str) -> None:
+    x = torch.randn(4, int(vocabulary), dtype=getattr(torch, dtype), requires_grad=True)
+    capped_loss._CappedLoss.apply(x, torch.zeros(4, dtype=torch.int64), 30.0).sum().backward()
+
+
 def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found.clear()
     failure = None
@@ -349,6 +355,8 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             short_convolution(*rest)
         elif kernel == "activations":
             activations(*rest)
+        elif kernel == "losses":
+            losses(*rest)
         elif kernel == "delta_steps":
             delta_decoding(backend, *rest)
         elif kernel == "delta":

@@ -98,6 +98,7 @@ CASES = {
         "5,1024,float32,bias,packed,state",
     ],
     "activations": ["softplus,128,bfloat16", "sigmoid,100,bfloat16,channels"],
+    "losses": ["50257,bfloat16", "50264,float32"],
 }
 # Compiled for Hopper alone, to save time.
 HOPPER = (

@@ -24,7 +24,7 @@ def test_losses_and_gradients_are_the_same_with_one_graph_for_all_blocks(mixer, 
         found.append([losses, *torch.autograd.grad(losses.mean(), list(model.parameters()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-    assert counter.frame_count == 2  # a block and the logits
+    assert counter.frame_count == 2  # a block and the losses
     with torch.no_grad():
         torch.testing.assert_close(token_losses(compiled(model, counter), windows, 19, reset), found[0][0].detach())
 

@@ -17,7 +17,6 @@ from tfla.measure.operator import mlstm
 from tfla.measure.problem import BOTH, Problem, Work, call_of
 from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.train.config import Optim
-from tfla.train.evaluation import token_losses
 from tfla.train.layout import compiled
 from tfla.train.ranks import ONE_PROCESS, Ranks
 from tfla.train.recipe import clipped_gradients, optimizer
@@ -54,16 +53,14 @@ def step(
     model = random_model(problem, mixer, blocks, vocab)
     windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
     torch.compiler.reset()  # otherwise graphs of the batch before would be compiled again with a dynamic batch size
-    logits = model if compiler is None else compiled(model, compiler)
-
-    def forward(ids: Tensor, document_start: Tensor) -> Tensor:
-        # No document starts inside a sequence, so attention needs no mask, which its fast kernels do not support.
-        return logits(ids)
+    if compiler is not None:
+        compiled(model, compiler)
 
     def losses(windows: Tensor) -> Tensor:
         chosen = sdpa_kernel(getattr(SDPBackend, attention)) if mixer == "attention" else nullcontext()
         with chosen, autocast(problem):
-            return token_losses(forward, windows, bos=vocab)
+            # No document starts inside a sequence, so attention needs no mask, which its fast kernels do not support.
+            return model.losses(windows[:, :-1], windows[:, 1:], recompute=False)
 
     return Work(update(model, losses), [windows], facts)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
 from tfla.nn.block import Block
-from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
+from tfla.nn.layers import GatePreactivation, HeadNorm, Projection, Unembedding
 from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.step_tiles import MAX_BATCH, choose_tiles
@@ -30,7 +30,7 @@ MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
 # models unset, see `ampere_mmas`.
 WGMMA_COLUMNS = 3072
 # The modules that the kernels implement.
-SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
+SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, Unembedding, GatePreactivation, HeadNorm)
 
 # From q, k, v, i and f of all tokens, (B, heads, ...) each, to h, (B, heads, dhv) or with B as two dimensions.
 Recurrence = Callable[..., Tensor]

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla._util.device import check_device
-from tfla.nn import batch_invariance, pool, pretrained
+from tfla.nn import batch_invariance, capped_loss, pool, pretrained
 from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
-from tfla.nn.layers import Projection, at_least_float32, input_std, recomputed, soft_cap
+from tfla.nn.layers import Unembedding, at_least_float32, input_std, recomputed, soft_cap
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.validation import check_ids, check_inputs, check_int, check_num_entries, check_state_of_call, embed
@@ -60,7 +59,7 @@ class LanguageModel(nn.Module):
             Block(config, index) for index in range(config.num_blocks)
         )
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.unembedding = Projection(config.d_model, config.vocab_size, std)
+        self.unembedding = Unembedding(config.d_model, config.vocab_size, std)
         if config.batch_invariant:
             batch_invariance.make_batch_invariant(self)
 
@@ -234,12 +233,14 @@ class LanguageModel(nn.Module):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         tokens_per_pass: int = TOKENS_PER_PASS,
+        recompute: bool = True,
     ) -> Tensor:
         """Return the cross-entropy of each target without holding the logits of all tokens at once.
 
-        The logits of a part of the tokens are computed at a time, and again in the backward. With a vocabulary of
-        50,257 tokens they take about 0.8 MB a token and their gradient included, more than the blocks of a model with
-        activation checkpointing.
+        With ``recompute`` the logits of a part of the tokens are computed at a time, and again in the backward. On GPUs
+        the soft cap and the cross-entropy are one kernel, which reads the logits in the dtype of the unembedding's
+        result. With a vocabulary of 50,257 tokens and bfloat16 they take 0.1 MB a token, and their gradient as much;
+        elsewhere float32 intermediates take about 0.8 MB a token.
 
         Args:
             ids: (B, T) int64 tokens, as in :meth:`forward`.
@@ -247,6 +248,7 @@ class LanguageModel(nn.Module):
             document_start: as in :meth:`forward`.
             cu_seqlens: as in :meth:`forward`.
             tokens_per_pass: the number of tokens whose logits are held at once.
+            recompute: False holds the logits of all tokens until the backward.
 
         Returns:
             the losses in nats (B, T), float32 or float64.
@@ -255,18 +257,30 @@ class LanguageModel(nn.Module):
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
         check_int("tokens_per_pass", tokens_per_pass, 1)
+        check_flags(recompute=recompute)
         check_inputs(ids, None, len(self.blocks), document_start, cu_seqlens)
         check_ids(targets, "(B, T)", 2, name="targets")
         if targets.shape != ids.shape:
             raise ValueError(f"targets: got shape {tuple(targets.shape)}, expected that of ids, {tuple(ids.shape)}")
         x, _ = self.hidden(ids, document_start=document_start, cu_seqlens=cu_seqlens)
-        parts = zip(x.flatten(0, 1).split(tokens_per_pass), targets.flatten().split(tokens_per_pass), strict=True)
-        losses = torch.cat([recomputed(self._losses, hidden, part) for hidden, part in parts])
+        hidden, following = x.flatten(0, 1), targets.flatten()
+        if not recompute:
+            return self.losses_of_hidden(hidden, following).view(targets.shape).clone()
+        parts = zip(hidden.split(tokens_per_pass), following.split(tokens_per_pass), strict=True)
+        losses = torch.cat([recomputed(self.losses_of_hidden, *part) for part in parts])
         return losses.view(targets.shape).clone()  # no view, since FSDP2 warns about results that are views
 
-    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of targets (N,) from the residual stream (N, d_model)."""
-        return F.cross_entropy(self.logits(hidden), targets, reduction="none")
+    def losses_of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of targets from the residual stream after the last block.
+
+        Args:
+            hidden: (N, d_model), rows of the result of :meth:`hidden`.
+            targets: (N,) int64, the token after each of them.
+
+        Returns:
+            the losses in nats (N,), float32 or float64.
+        """
+        return capped_loss.losses(self.unembedding(self.norm(hidden)), targets, self.config.logit_soft_cap)
 
     def step(
         self, ids: Tensor, state: ModelState, *, in_place: bool = False, state_indices: Tensor | None = None

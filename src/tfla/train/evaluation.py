@@ -41,8 +41,8 @@ def token_losses(
         steps: this process's part of the steps of the rows. With cu_seqlens the rows are cut as one sequence.
         device: the device of the model; None is that of the windows. With cu_seqlens, windows on the CPU cost no
             synchronization.
-        recompute_logits: whether the logits of a part of the tokens at a time are held, and computed again in the
-            backward; the model is then a LanguageModel.
+        recompute_logits: whether a LanguageModel holds the logits of a part of the tokens at a time, and computes them
+            again in the backward.
 
     Returns:
         (B, T), with several processes one row or a part of each, in the dtype of the logits, float32 or float64.
@@ -60,9 +60,8 @@ def token_losses(
     shape = targets.shape
     if reset == "cu_seqlens":
         ids, targets = ids.reshape(1, -1), targets.reshape(1, -1)
-    if recompute_logits:
-        assert isinstance(model, LanguageModel)
-        return model.losses(ids, targets, **options).view(shape)
+    if isinstance(model, LanguageModel):
+        return model.losses(ids, targets, recompute=recompute_logits, **options).view(shape)
     logits = model(ids, **options)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view(shape)

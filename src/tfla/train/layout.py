@@ -77,7 +77,7 @@ def distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None:
     )  # fmt: skip
     model.to(ranks.device)
     if config.compile:
-        model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
+        _compile_losses(model, "inductor")
 
 
 def _policy(config: TrainConfig) -> Any:
@@ -95,7 +95,7 @@ def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
     """Let torch.compile run a model from here on, in place, and return it.
 
     The blocks share one graph, since a graph of the whole model would take many times as long to compile; the logits
-    are another.
+    are another, and so are the losses.
 
     Args:
         model: the model.
@@ -103,8 +103,14 @@ def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
     """
     for block in model.blocks:
         block.compile(backend=backend)
-    model.logits = torch.compile(model.logits, backend=backend)  # type: ignore[method-assign]
+    _compile_losses(model, backend)
     return model
+
+
+def _compile_losses(model: LanguageModel, backend: Any) -> None:
+    """Let torch.compile run what follows the blocks of a model, in place."""
+    for name in ("logits", "losses_of_hidden"):
+        setattr(model, name, torch.compile(getattr(model, name), backend=backend))
 
 
 def tokens_of_pass(config: TrainConfig, ranks: Ranks) -> int:

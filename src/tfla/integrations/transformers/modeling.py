@@ -18,7 +18,7 @@ from tfla.integrations.transformers.configuration import TflaConfig
 from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
 from tfla.nn.block import Block
-from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
+from tfla.nn.layers import Unembedding, at_least_float32, input_std, soft_cap
 from tfla.nn.model import LanguageModel
 from tfla.nn.validation import check_document_start, check_ids, embed
 from tfla.ops.checks import check_offsets
@@ -209,7 +209,7 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
     def __init__(self, config: TflaConfig) -> None:
         super().__init__(config)
         self.model = TflaModel(config)
-        self.lm_head = Projection(config.d_model, config.vocab_size, input_std(config.d_model))
+        self.lm_head = Unembedding(config.d_model, config.vocab_size, input_std(config.d_model))
         self.vocab_size = config.vocab_size
         self.post_init()
 

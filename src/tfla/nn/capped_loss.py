@@ -1,0 +1,94 @@
+"""The cross-entropy of soft-capped logits, on a GPU as one kernel for the forward and one for the backward.
+
+The kernels and their equations are in :mod:`tfla.nn.loss_kernels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.backends.triton import BACKEND
+from tfla.nn.layers import at_least_float32, soft_cap
+from tfla.ops.transforms import needs_dispatcher
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+IGNORED = -100  # the target of a token without a loss, as `torch.nn.functional.cross_entropy` has it
+COLUMNS = 4096  # of a program at a time
+
+
+def losses(x: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Return the cross-entropy of each target in nats, (N,), in float32, or float64 where x is float64.
+
+    Args:
+        x: (N, vocabulary), the logits before the soft cap of (110).
+        targets: (N,) int64; -100 is a token whose loss is 0.
+        cap: the cap.
+    """
+    if unsupported(x, targets) is None:
+        found: Tensor = _CappedLoss.apply(x, targets, cap)
+        return found
+    return plain_losses(x, targets, cap)
+
+
+def plain_losses(x: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Compute :func:`losses` by operations of PyTorch, whose intermediates are float32 tensors of the size of x."""
+    return F.cross_entropy(soft_cap(at_least_float32(x), cap), targets, reduction="none", ignore_index=IGNORED)
+
+
+def unsupported(x: Tensor, targets: Tensor) -> str | None:
+    """Return why the kernels do not take these tensors, or None if they do."""
+    if needs_dispatcher((x, targets)):
+        return "a compiler, a transform or forward-mode AD takes part"
+    if x.dtype not in DTYPES:
+        return "they compute in float32"
+    if not x.numel() or x.stride(1) != 1:
+        return "they take rows whose columns are next to each other"
+    return BACKEND.device_unsupported(x)
+
+
+class _CappedLoss(torch.autograd.Function):
+    """The losses, whose backward keeps x and a number for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, targets: Tensor, cap: float) -> Tensor:
+        targets = targets.contiguous()
+        found, sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+        with _on_device(x):
+            _kernels().capped_losses[(len(x),)](
+                x, x.stride(0), targets, found, sums, x.shape[1], cap, IGNORED=IGNORED, COLUMNS=COLUMNS, num_warps=8
+            )
+        ctx.save_for_backward(x, targets, sums)
+        ctx.cap = cap
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        x, targets, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            (dx,) = torch.autograd.grad(plain_losses(x, targets, ctx.cap), (x,), dloss, create_graph=True)
+            return dx, None, None
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with _on_device(x):
+            _kernels().capped_losses_backward[(len(x), -(-x.shape[1] // COLUMNS))](
+                x, x.stride(0), targets, sums, dloss.contiguous(), dx, x.shape[1], ctx.cap, IGNORED=IGNORED,
+                COLUMNS=COLUMNS, num_warps=8,
+            )  # fmt: skip
+        return dx, None, None
+
+
+def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which kernels run on the device of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _kernels() -> ModuleType:
+    """Return the module of the kernels, which imports Triton."""
+    from tfla.nn import loss_kernels
+
+    return loss_kernels
