@@ -1,4 +1,4 @@
-"""The cross-entropy of soft-capped logits, and the unembedding of vocabularies whose rows of logits are not aligned."""
+"""Tests of the cross-entropy of soft-capped logits, and of the unembedding that pads rows of logits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ on_kernels = (
     if INTERPRETED
     else [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 )
-kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter")
 CAP = 30.0
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def drawn(tokens: int, vocabulary: int, dtype: torch.dtype, padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits of both signs, some of them beyond the cap, and targets, one of which has no loss."""
+    """Return logits of both signs, some of them beyond the cap, and targets, of which the first one has no loss.
+
+    With `padding`, rows of logits are that many numbers further apart than the vocabulary is large.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = 20.0 * torch.randn(tokens, vocabulary + padding, generator=generator)
     targets = torch.randint(vocabulary, (tokens,), generator=generator)
@@ -38,7 +40,7 @@ def drawn(tokens: int, vocabulary: int, dtype: torch.dtype, padding: int = 0, se
 
 
 def check(x: Tensor, targets: Tensor) -> None:
-    """Compare losses and gradients with those in float64, on the same rounded logits."""
+    """Compare losses and gradients with those in float64 of the same rounded logits."""
     leaf, exact = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     found, expected = capped_loss.losses(leaf, targets, CAP), capped_loss.losses(exact, targets, CAP)
     assert found.dtype == torch.float32
@@ -74,7 +76,7 @@ class TestAnyLogits:
         check(*drawn(tokens, vocabulary, dtype, padding, seed))
 
     def test_extremes(self) -> None:
-        """Infinite logits are those at the cap, a NaN reaches its token alone, and a target that is no token is NaN."""
+        """An infinite logit counts as the cap; a NaN, or a target that is no token, makes the loss of its token NaN."""
         x = torch.tensor([[torch.inf, 0.0, -torch.inf], [1.0, torch.nan, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
         targets = torch.tensor([2, 0, 3, 1])
         found = capped_loss.losses(x.to(DEVICE), targets.to(DEVICE), CAP).cpu()
@@ -119,8 +121,8 @@ def test_losses_of_a_model(options: dict[str, Any]) -> None:
         model.losses(ids[:, :-1], ids[:, 1:], recompute="no")  # type: ignore[arg-type]
 
 
-def wide_and_padded(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, autocast: bool) -> None:
-    """Compare logits and gradients of a padded unembedding with those of one that is not."""
+def check_padding(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Compare logits and gradients of an unembedding with a padded weight with those of one without."""
     layer = Unembedding(32, 51, 0.02).to(device, torch.float32 if autocast else dtype)
     plain = copy.deepcopy(layer)
     x = torch.randn(600, 32, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -141,7 +143,7 @@ def wide_and_padded(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.d
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_padded_rows(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
-    wide_and_padded(monkeypatch, "cpu", torch.bfloat16, autocast)
+    check_padding(monkeypatch, "cpu", torch.bfloat16, autocast)
 
 
 @pytest.mark.gpu
@@ -155,4 +157,4 @@ def test_rows_are_padded_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         assert not layer(many).is_contiguous()
     for autocast in (False, True):
-        wide_and_padded(monkeypatch, "cuda", torch.bfloat16, autocast)
+        check_padding(monkeypatch, "cuda", torch.bfloat16, autocast)
