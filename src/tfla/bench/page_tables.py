@@ -177,15 +177,17 @@ def _beside_pytorch(result: Row | None) -> str:
 def _of_one_device(
     results: dict[str, Row], suite: str, names: list[str], x: int, direction: str
 ) -> tuple[list[Row], str]:
-    """Return the rows of implementations, and the device that measured them; a row that is not there is empty.
+    """Return the rows of implementations, all of one result, and its device; a row that is missing is empty.
 
-    Results of a suite differ by device. The first one that has all of the rows counts, else the first one that has any.
+    A suite may have several results, each of one device. The first result with all of the rows is used, else the first
+    one with any of them.
     """
     found = []
     for result in results.values():
         if result.get("suite") == suite:
             rows = [_find(result, name, x, direction) for name in names]
-            found.append(([row if "seconds" in row else {} for row in rows], result["environment"]["device"]))
+            timed = [row if "seconds" in row else {} for row in rows]
+            found.append((timed, result["environment"]["device"]))
     for enough in (all, any):
         for rows, device in found:
             if enough(rows):
@@ -194,7 +196,7 @@ def _of_one_device(
 
 
 def two_gpus(results: dict[str, Row]) -> str:
-    """Return the table of speedups by two GPUs: the operator's milliseconds, and tokens per second in training."""
+    """Return the table of one GPU and two: milliseconds of the operator, tokens per second in training, their ratio."""
     body = []
     for gate, title in (("sig", "sigmoid"), ("exp", "exponential")):
         for T in (2**16, 2**20):
@@ -224,7 +226,7 @@ def two_gpus(results: dict[str, Row]) -> str:
 
 
 def _model(device: str) -> str:
-    """Return the model of a GPU, such as H100, from the name that its driver gives it."""
+    """Return the model of a GPU, such as H100, from its full name, such as NVIDIA H100 80GB HBM3."""
     return device.split()[1] if " " in device else device
 
 

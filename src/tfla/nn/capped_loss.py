@@ -1,4 +1,4 @@
-"""The cross-entropy of soft-capped logits, on a GPU as one kernel for the forward and one for the backward.
+"""The cross-entropy of soft-capped logits, on a GPU by one kernel in the forward and one in the backward.
 
 The kernels and their equations are in :mod:`tfla.nn.loss_kernels`.
 """
@@ -19,16 +19,16 @@ from tfla.ops.transforms import needs_dispatcher
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IGNORED = -100  # the target of a token without a loss, as `torch.nn.functional.cross_entropy` has it
-COLUMNS = 4096  # of a program at a time
+COLUMNS = 4096  # logits of a token that a program reads at a time
 
 
 def losses(x: Tensor, targets: Tensor, cap: float) -> Tensor:
     """Return the cross-entropy of each target in nats, (N,), in float32, or float64 where x is float64.
 
     Args:
-        x: (N, vocabulary), the logits before the soft cap of (110).
-        targets: (N,) int64; -100 is a token whose loss is 0.
-        cap: the cap.
+        x: (N, vocabulary), the logits before the soft cap.
+        targets: (N,) int64; a token with the target -100 has the loss 0.
+        cap: c of equation (110) of the paper.
     """
     if unsupported(x, targets) is None:
         found: Tensor = _CappedLoss.apply(x, targets, cap)
@@ -53,7 +53,7 @@ def unsupported(x: Tensor, targets: Tensor) -> str | None:
 
 
 class _CappedLoss(torch.autograd.Function):
-    """The losses, whose backward keeps x and a number for each token."""
+    """The losses by the kernels, for autograd: the forward keeps x, the targets and one number for each token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, targets: Tensor, cap: float) -> Tensor:
@@ -70,7 +70,7 @@ class _CappedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         x, targets, sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated
+        if torch.is_grad_enabled():  # the gradient is differentiated in turn, which the kernel does not support
             (dx,) = torch.autograd.grad(plain_losses(x, targets, ctx.cap), (x,), dloss, create_graph=True)
             return dx, None, None
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -83,12 +83,12 @@ class _CappedLoss(torch.autograd.Function):
 
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which kernels run on the device of x."""
+    """Return a context in which kernels are launched on the device of x."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _kernels() -> ModuleType:
-    """Return the module of the kernels, which imports Triton."""
+    """Return the module of the kernels; it imports Triton and is therefore imported at the first use."""
     from tfla.nn import loss_kernels
 
     return loss_kernels

@@ -164,23 +164,23 @@ class Unembedding(Projection):
     """The linear layer to the logits of a vocabulary of any size.
 
     Matrix products of 16-bit numbers run at a fraction of a GPU's rate where the rows of a matrix do not start at
-    multiples of 16 bytes, as those of the logits of 50,257 tokens. For many tokens the weight is therefore padded with
-    rows of zeros, and the logits are a part of the wider result.
+    multiples of 16 bytes. Rows of logits do not if the vocabulary has 50,257 tokens. For many tokens the weight is
+    therefore padded with rows of zeros, and the logits are the first columns of the wider result.
     """
 
-    alignment = 8  # 16-bit numbers in 16 bytes
-    multiple = 64  # of which a padded width is one, so that kernels find rows aligned to cache lines
-    fewest = 512  # tokens for which the product takes longer than a copy of the weight
+    alignment = 8  # 16-bit numbers in 16 bytes; a vocabulary that is no multiple of it is padded
+    multiple = 64  # of the padded vocabulary: 128 bytes, so that rows of logits start at cache lines
+    fewest = 512  # tokens from which on the padding saves more than the copy of the weight takes
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (..., vocabulary) of x (..., d_model), where they are padded not dense."""
+        """Return the logits (..., vocabulary) of x (..., d_model); they are not contiguous if the weight is padded."""
         if not self._pads(x):
             return super().forward(x)
         weight = F.pad(cast_for_autocast(self.weight), (0, 0, 0, -self.out_features % self.multiple))
         return F.linear(x, weight)[..., : self.out_features]
 
     def _pads(self, x: Tensor) -> bool:
-        """Return whether the weight is padded for x: in plain calls on GPUs, in 16 bits, for many tokens."""
+        """Return whether the weight is padded for x: for many tokens on a GPU, in 16 bits, in a plain eager call."""
         if not x.is_cuda or not self.out_features % self.alignment or x.numel() < self.fewest * self.in_features:
             return False
         if self.batch_invariant or self.bias is not None or needs_dispatcher((x, self.weight.data)):

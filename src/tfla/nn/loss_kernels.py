@@ -1,13 +1,13 @@
 """The kernels of the cross-entropy of soft-capped logits, and of its gradient.
 
-For the products x (V,) of a token with the unembedding and its target t,
+For the logits x (V,) of a token before the soft cap, its target t, and the gradient dloss of its loss,
 
     z_j = c tanh(x_j / c)                                          (1), (110) of the paper
     loss = s - z_t,  s = log(sum_j exp(z_j))                       (2)
     dx_j = dloss (exp(z_j - s) - [j = t]) (1 - (z_j / c)^2)        (3)
 
-Everything is computed in float32. A program has a token: it reads x once for (2), and for (3) once more, so that
-nothing but s is stored in between.
+Everything is computed in float32, from x in any float dtype. The kernel of (2) reads x once, with a program for each
+token, and that of (3) once more, with several programs for each token. Of the first one, the second one needs s alone.
 """
 
 import triton
@@ -16,34 +16,44 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(X, j, V, cap):
-    """Return the capped logits z_j (COLUMNS,) float32, (1), and which of the columns j exist; the others are -inf."""
+    """Return the capped logits z_j, (1), (COLUMNS,) float32, and which columns j exist; z_j is -inf at the others."""
     inside = j < V
     x = tl.load(X + j, inside, 0.0).to(tl.float32)
-    e = tl.exp(-2.0 * tl.abs(x) / cap)
+    e = tl.exp(-2.0 * tl.abs(x) / cap)  # at most 1, so that no logit overflows
     tanh = (1.0 - e) / (1.0 + e)
     return tl.where(inside, cap * tl.where(x < 0.0, -tanh, tanh), float("-inf")), inside
 
 
 @triton.jit(do_not_specialize=["V", "cap"])
 def capped_losses(X, stride, targets, losses, sums, V, cap, IGNORED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute (2) of the token of this program.
+    """Compute the loss and s of one token, (2).
 
-    X is (N, V) with strides `stride` and 1; targets (N,) int64, IGNORED where a token has no loss; losses and sums, s,
-    (N,) float32. A target that is no token yields NaN.
+    The loss is 0 where the target is IGNORED, and NaN where the target is no token of the vocabulary.
+
+    Args:
+        X: the logits before the soft cap, (N, V), with strides `stride` and 1.
+        stride: the distance between rows of X.
+        targets: (N,) int64.
+        losses: the losses, (N,) float32; written.
+        sums: s, (N,) float32; written.
+        V: the size of the vocabulary.
+        cap: c.
+        IGNORED: the target of a token without a loss.
+        COLUMNS: the number of columns that are read at a time.
     """
     n = tl.program_id(0).to(tl.int64)
     t = tl.load(targets + n)
     X += n * stride
-    largest, total, of_target = float("-inf"), 0.0, 0.0
+    largest, total, z_target = float("-inf"), 0.0, 0.0  # total: the sum of exp(z_j - largest) so far
     for start in range(0, V, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         z, _ = load_logits(X, j, V, cap)
         higher = tl.maximum(largest, tl.max(z, 0))
         total = total * tl.exp(largest - higher) + tl.sum(tl.exp(z - higher), 0)
         largest = higher
-        of_target += tl.sum(tl.where(j == t, z, 0.0), 0)
+        z_target += tl.sum(tl.where(j == t, z, 0.0), 0)
     s = largest + tl.log(total)
-    loss = tl.where((t >= 0) & (t < V), s - of_target, float("nan"))
+    loss = tl.where((t >= 0) & (t < V), s - z_target, float("nan"))
     tl.store(losses + n, tl.where(t == IGNORED, 0.0, loss))
     tl.store(sums + n, s)
 
@@ -52,10 +62,16 @@ def capped_losses(X, stride, targets, losses, sums, V, cap, IGNORED: tl.constexp
 def capped_losses_backward(
     X, stride, targets, sums, dloss, dX, V, cap, IGNORED: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Compute (3) of COLUMNS columns of a token.
+    """Compute the gradient of COLUMNS logits of one token, (3).
 
-    The grid is (N, V / COLUMNS). dloss is (N,) float32 and dX (N, V), dense; the other operands are those of
-    `capped_losses`.
+    The grid is (N, V / COLUMNS, rounded up).
+
+    Args:
+        X, stride, targets, V, cap, IGNORED: as in `capped_losses`.
+        sums: s, (N,) float32, from `capped_losses`.
+        dloss: the gradients of the losses, (N,) float32.
+        dX: the gradient of X, (N, V), contiguous; written.
+        COLUMNS: the number of columns of a program.
     """
     n = tl.program_id(0).to(tl.int64)
     t = tl.load(targets + n)

@@ -237,10 +237,10 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Return the cross-entropy of each target without holding the logits of all tokens at once.
 
-        With ``recompute`` the logits of a part of the tokens are computed at a time, and again in the backward. On GPUs
-        the soft cap and the cross-entropy are one kernel, which reads the logits in the dtype of the unembedding's
-        result. With a vocabulary of 50,257 tokens and bfloat16 they take 0.1 MB a token, and their gradient as much;
-        elsewhere float32 intermediates take about 0.8 MB a token.
+        With ``recompute`` the logits of ``tokens_per_pass`` tokens are computed at a time, and again in the backward.
+        On a GPU one kernel computes soft cap and cross-entropy, from logits in the dtype of the unembedding's result.
+        With a vocabulary of 50,257 tokens and bfloat16, logits take 0.1 MB a token, and their gradient as much. Where
+        the kernel does not run, on a CPU or under torch.compile, float32 intermediates take up to 0.8 MB a token.
 
         Args:
             ids: (B, T) int64 tokens, as in :meth:`forward`.
@@ -248,7 +248,7 @@ class LanguageModel(nn.Module):
             document_start: as in :meth:`forward`.
             cu_seqlens: as in :meth:`forward`.
             tokens_per_pass: the number of tokens whose logits are held at once.
-            recompute: False holds the logits of all tokens until the backward.
+            recompute: whether logits are computed again in the backward; False holds those of all tokens until then.
 
         Returns:
             the losses in nats (B, T), float32 or float64.
@@ -274,8 +274,8 @@ class LanguageModel(nn.Module):
         """Return the cross-entropy of targets from the residual stream after the last block.
 
         Args:
-            hidden: (N, d_model), rows of the result of :meth:`hidden`.
-            targets: (N,) int64, the token after each of them.
+            hidden: (N, d_model), the residual stream at N tokens, from :meth:`hidden`.
+            targets: (N,) int64, the token that follows each of them.
 
         Returns:
             the losses in nats (N,), float32 or float64.

@@ -108,7 +108,7 @@ def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
 
 
 def _compile_losses(model: LanguageModel, backend: Any) -> None:
-    """Let torch.compile run what follows the blocks of a model, in place."""
+    """Let torch.compile run the logits and the losses of a model, which follow its blocks, in place."""
     for name in ("logits", "losses_of_hidden"):
         setattr(model, name, torch.compile(getattr(model, name), backend=backend))
 
