@@ -270,7 +270,7 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
 
     exchanges = False  # can exchange the states of segments with other processes, see `has_segments`
     takes_gates = False  # reads the gates of the model, of any float dtype, instead of log-gates
-    reads_rows = False  # has `forward_by_rows`
+    reads_rows = False  # overrides `forward_by_rows`
 
     def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
         """Return the kernel for `kernel=None`; chunk_size is None where the caller leaves it open too."""
@@ -281,16 +281,16 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
         """Compute h, and what the options ask for."""
 
     def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
-        """Compute h where C of the states are rows of a pool, which is read and overwritten, without gradients.
+        """Compute h of sequences whose C are rows of a pool, which kernels read and overwrite, without gradients.
 
         Args:
-            x: the inputs; x.C is the pool, (rows of the pool, H, dqk, dhv), and x.n and x.m are those of the sequences.
-            rows: (N,) int32 or int64: the row of each sequence, or -1 for a C of zeros that is not stored.
+            x: the inputs; x.C is the pool, (rows of the pool, H, dqk, dhv), while x.n and x.m have N entries.
+            rows: (N,) int32 or int64, the row of each sequence; -1 stands for a C of zeros that is not stored.
             spec: the options. With `final_state` the rows are overwritten.
 
         Returns:
-            h, and with `final_state` n and m of the sequences; or None, before anything is written, where the backend
-            does not do it: the caller then gathers the rows.
+            h, and with `final_state` n and m of the N sequences. None if the backend does not support the call; nothing
+            is written then, and the caller gathers the rows.
         """
         return None
 

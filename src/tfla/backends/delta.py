@@ -159,7 +159,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     clamps_gates = False  # reads log-gates as the caller gives them; for the others the operator clamps them before
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
     read_after_decay: tuple[str, ...] = ()  # the kernels that cannot
-    reads_rows = False  # has `forward_by_rows`
+    reads_rows = False  # overrides `forward_by_rows`
 
     def default_kernel(self, x: DeltaInputs, chunk_size: int | None) -> str:
         """Return the kernel for `kernel=None`; `chunk_size` is what the caller gives."""

@@ -1,4 +1,4 @@
-"""The calls of `mlstm` and `linear_attention` whose kernels read and overwrite rows of a pool of states."""
+"""Calls of `mlstm` and `linear_attention` whose kernels read and overwrite rows of a pool of states."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from tfla.ops.state_pool import PoolRows
 
 
 def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
-    """Return h of a call whose kernels read and overwrite C of its states in the pool, or None where none do.
+    """Return h of a call whose kernels read and overwrite C of its states in the pool, or None if no kernel does.
 
-    The kernels get n and m of the sequences, which are gathered before them and scattered after: all programs of a head
-    read n, and one of them could overwrite it before another one has read it.
+    The rows of n and m are gathered before the kernels and scattered after them. Kernels do not overwrite n in the
+    pool: all programs of a head read it, and one of them could write it before another one has read it.
 
     Args:
         request: the arguments of the call; its state is the pool.
-        indices: (sequences,) int32 or int64, the rows.
+        indices: (sequences,) int32 or int64, the row of each sequence; -1 stands for none.
+
+    Returns:
+        h, with the rows of the pool overwritten where the request returns states; None before anything is written.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -28,13 +31,13 @@ def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
     pool = request.state
     if pool is None or request.lengths is None or not len(pool.C) or pool.C.dtype != torch.float32:
         return None
-    # The plan is that of a call with a state for each sequence, of which it reads the shape and the dtype.
-    states = (None if t is None else t[:1].expand(len(indices), *t.shape[1:]) for t in pool)
-    x, found = plan(request._replace(state=State(*states)))  # type: ignore[arg-type]
+    # Plans are of calls with a state for each sequence. They depend on its shape and dtype alone, not on its values.
+    stand_ins = (None if t is None else t[:1].expand(len(indices), *t.shape[1:]) for t in pool)
+    x, found = plan(request._replace(state=State(*stand_ins)))  # type: ignore[arg-type]
     if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
         return None
     size = pool.C.shape[0]
-    rows = PoolRows(torch.where(indices < size, indices, -1), size)
+    rows = PoolRows(torch.where(indices < size, indices, -1), size)  # kernels make h NaN where the pool lacks the row
     n, m = (None if t is None else rows.read(t).float() for t in (pool.n, pool.m))
     with without_autocast(x.q.device.type):
         x = x._replace(C=pool.C, n=n, m=None if m is None else clamp(m))

@@ -98,7 +98,7 @@ class LaunchContext:
 
     @property
     def indexed(self) -> bool:
-        """True if scans of whole sequences read and store C as rows of a pool; with segments state passing does it."""
+        """True if scans read and store C as rows of a pool. Of sequences cut into segments, state passing does it."""
         return self.rows is not None and not self.segmented
 
     @property

@@ -33,7 +33,7 @@ class KernelFamily:
         return self.context(recorder, Inputs(*recorder.given[:9]), spec)  # type: ignore[arg-type]
 
     def run_forward(self, x: Inputs, spec: Spec, rows: Tensor | None = None) -> Outputs:
-        """Record or replay the launches of the forward; with `rows`, x.C is the pool that has these rows."""
+        """Record or replay the launches of the forward; with `rows`, x.C is a pool that has these rows."""
         given: Sequence[Tensor | None] = x if rows is None else (*x, rows)
         signature = self._call_signature("forward", x, spec, *given[9:])
         recorded = recorded_launches(signature)

@@ -1,4 +1,4 @@
-"""The pools of states whose rows kernels can read and overwrite. This module does not import Triton."""
+"""The check of whether kernels can read and overwrite rows of a pool of states. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from torch import Tensor
 
 
 def can_be_indexed(pool: Tensor, rows: Tensor) -> bool:
-    """Return whether kernels find the states at `rows` of a pool, (pool rows, H, dqk, dhv), by a number each.
+    """Return whether kernels can address the states of a pool by one index each, counted in states.
 
-    A state has to be dense and in float32, and states have to stand a multiple of their size apart.
+    Each state has to be contiguous and in float32, and the distance from one state to the next a multiple of its size.
+
+    Args:
+        pool: (rows of the pool, H, dqk, dhv).
+        rows: (sequences,), the rows that a call uses; there has to be one at least.
     """
     if pool.dtype != torch.float32 or not (len(rows) and pool.numel() and pool[0].is_contiguous()):
         return False
-    apart = pool.stride(0)
-    return apart > 0 and apart % pool[0].numel() == 0  # states at the same place would overwrite each other
+    distance = pool.stride(0)
+    return distance > 0 and distance % pool[0].numel() == 0  # at distance 0 all rows would share one state

@@ -36,7 +36,7 @@ def pad_state(ctx: LaunchContext, C: Tensor | None, n: Tensor | None) -> Pair:
 
 
 def initial_states(ctx: LaunchContext) -> Pair:
-    """Return C and n that the sequences of a forward start from, padded; where the context has rows, C is the pool."""
+    """Return the initial C and n of the sequences, padded; if the context has rows, C is the pool, without padding."""
     x = ctx.x
     return pad_state(ctx, x.C, x.n) if ctx.rows is None else (x.C, dense(ctx, x.n))
 
@@ -82,7 +82,7 @@ def new_h(ctx: LaunchContext) -> Tensor:
 
 
 def new_outputs(ctx: LaunchContext, h: Tensor) -> NewOutputs:
-    """Allocate the other outputs of a forward beside h; where the context has rows, C is the pool."""
+    """Allocate the outputs of a forward other than h; if the context has rows, C is the pool and not allocated."""
     x, spec, N = ctx.x, ctx.spec, ctx.x.sequences
     C = n = m = None
     if spec.final_state:

@@ -27,10 +27,10 @@ def rounded_product(a, b):
 
 
 @triton.jit
-def _load_segment(states, decays, row, e, SIZE, there):
-    """Load elements e of the contribution S_c of a segment and its decay a_c; return zeros where not `there`."""
-    adds = tl.load(states + row * SIZE + e, mask=e < tl.where(there, SIZE, 0), other=0.0)
-    return adds.to(tl.float32), tl.load(decays + row, mask=there, other=0.0)
+def _load_segment(states, decays, row, e, SIZE, exists):
+    """Load elements e of the contribution S_c of a segment and its decay a_c; return zeros where not `exists`."""
+    adds = tl.load(states + row * SIZE + e, mask=e < tl.where(exists, SIZE, 0), other=0.0)
+    return adds.to(tl.float32), tl.load(decays + row, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -49,16 +49,17 @@ def _segments_of(cu, s, T, steps, IS_VARLEN: tl.constexpr):
 def _load_given(given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, INDEXED: tl.constexpr):
     """Return the elements of a state that this program passes, (BLOCK), which of them exist, and their first values.
 
-    `row` is that of its sequence among the given states; with INDEXED -1 is no row, and -2 one that the pool lacks.
+    `row` is the index of the program's sequence in `given`. With INDEXED, -1 stands for no row, whose state is zero,
+    and -2 for a row that the pool lacks, whose state is NaN.
     """
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < SIZE
     S = tl.zeros([BLOCK], tl.float32)
     if USE_INITIAL_STATE:
-        there = inside
+        exists = inside
         if INDEXED:
-            there = inside & (row >= 0)
-        S = tl.load(given + (row * H + h).to(tl.int64) * SIZE + e, mask=there, other=0.0)
+            exists = inside & (row >= 0)
+        S = tl.load(given + (row * H + h).to(tl.int64) * SIZE + e, mask=exists, other=0.0)
         if INDEXED:
             S = tl.where(row < -1, float("nan"), S)
     return e, inside, S
@@ -76,11 +77,11 @@ def pass_states(
         states: contributions S_c, (segments, H, SIZE); overwritten by the states.
         decays: decays a_c, (segments, H) float32.
         given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
-            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE; with INDEXED a pool.
-        final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE; with
+            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE. With INDEXED a pool, (rows, H, SIZE).
+        final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE. With
             INDEXED the same pool.
-        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN; with INDEXED the places of rows follow,
-            see `bound_sequences`.
+        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN. With INDEXED the index of each sequence's
+            row in the pool follows them, see `bound_sequences`.
         T: the number of steps.
         H: the number of heads.
         steps: the number of steps of a segment.
@@ -91,11 +92,11 @@ def pass_states(
     s = tl.program_id(1)
     h = tl.program_id(2)
     segment0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
-    of_sequence = s
+    state_row = s
     if INDEXED:
-        of_sequence = tl.load(cu + tl.num_programs(1) + 1 + s).to(tl.int64)
+        state_row = tl.load(cu + tl.num_programs(1) + 1 + s).to(tl.int64)
     # S is the running state.
-    e, inside, S = _load_given(given, of_sequence, h, H, SIZE, BLOCK, USE_INITIAL_STATE, INDEXED)
+    e, inside, S = _load_given(given, state_row, h, H, SIZE, BLOCK, USE_INITIAL_STATE, INDEXED)
     row = (segment0 + (count - 1 if REVERSE else 0)) * H + h
     step = -H if REVERSE else H
     adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
@@ -108,8 +109,8 @@ def pass_states(
         row += step
     if STORE_FINAL_STATE:
         if INDEXED:
-            inside = inside & (of_sequence >= 0)
-        tl.store(final + (of_sequence * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
+            inside = inside & (state_row >= 0)
+        tl.store(final + (state_row * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
@@ -163,7 +164,7 @@ def launch(
         final: Output for the final states of the sequences, or the cotangents of their initial states, or None.
         reverse: Whether cotangents are passed.
         steps: The number of steps of a segment, if it is not that of the context.
-        indexed: Whether `given` and `final` are a pool, which has the rows of the context.
+        indexed: Whether `given` and `final` are a pool, of which the context has the rows of the sequences.
     """
     size = states[0, 0].numel()
     block = min(1024, power_of_two(size))

@@ -135,7 +135,7 @@ class Hopper(Backend):
         return _family(x).run_forward(x, spec)
 
     def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
-        """Compute the forward, which reads and overwrites rows of the pool x.C; None where kernels pad the states."""
+        """Compute the forward, which reads and overwrites rows of the pool x.C; None also where kernels pad states."""
         if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
             return None
         if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):

@@ -117,7 +117,7 @@ class Config(NamedTuple):
     SAVE_D: Any  # store d to `w_out`
     READER: Any  # NO_READER, QUERIES or READ_KEYS
     RESULT: Any  # what the store warp stores
-    INDEXED: Any  # `state_in` and `state_out` are a pool, of which the schedule has the rows, for o
+    INDEXED: Any  # for o: `state_in` and `state_out` are a pool, whose rows the schedule has
 
 
 class GlobalPointers(NamedTuple):

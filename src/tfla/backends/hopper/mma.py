@@ -41,8 +41,8 @@ def state_pointers(
 def load_block(pointers, at, H, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
     """Load a block (ROWS, COLUMNS) of the initial state with index `at`, in float32.
 
-    With INDEXED it is one of a pool of states of H heads (`scheduler.state_index`): zeros where there is no row, NaN
-    where the pool lacks it.
+    With INDEXED, `at` is an index in a pool of states of H heads (`scheduler.state_index`). The block is then zero if
+    the sequence has no row, and NaN if the pool lacks its row.
     """
     if INDEXED:
         exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
@@ -53,7 +53,7 @@ def load_block(pointers, at, H, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEX
 
 @gluon.jit
 def store_block(pointers, block, at, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
-    """Store a block (ROWS, COLUMNS) of the final state with index `at`, with INDEXED where it is a row of a pool."""
+    """Store a block (ROWS, COLUMNS) of the final state with index `at`; with INDEXED only if `at` is not negative."""
     if INDEXED:
         exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
         gl.store(pointers, block, mask=exists)

@@ -88,7 +88,7 @@ class Config(NamedTuple):
     NORMALIZE: Any  # divide by the denominators, for o; for dv the gate weights are divided already
     SAVE_D: Any  # store d to `d_out`
     COMPUTE_DP_OFFSET: Any  # replace -u in the gate vector DELTA_P by delta, the offset of dP: -u (y . y2), y2 being h
-    INDEXED: Any  # `state_in` and `state_out` are a pool, of which the schedule has the rows, for o
+    INDEXED: Any  # for o: `state_in` and `state_out` are a pool, whose rows the schedule has
 
 
 class GlobalPointers(NamedTuple):

@@ -30,7 +30,7 @@ NUM_STEPS = tl.constexpr(2)
 FIRST_TILE = tl.constexpr(3)  # index of its first tile among the gate vectors, (H, tiles, VECTORS, L)
 STARTS_SEQUENCE = tl.constexpr(4)  # whether a sequence starts with this segment
 ENDS_SEQUENCE = tl.constexpr(5)  # whether a sequence ends with this segment
-POOL_INDEX = tl.constexpr(6)  # place of its sequence's row in a pool of states; -1: none, -2: one that the pool lacks
+POOL_INDEX = tl.constexpr(6)  # index of its sequence's row in a pool of states; -1: no row, -2: the pool lacks it
 
 VIRTUAL_ROWS = tl.constexpr(1 << 30)  # extent of the rows in a TMA descriptor of packed sequences, see make_descriptor
 
@@ -63,8 +63,8 @@ def schedule_packed(
         L: Steps of a tile.
         SEGMENT_BLOCK: Segments of one program.
         SEQUENCE_BLOCK: Sequences that are read at once.
-        INDEXED: Whether POOL_INDEX is written, from the places of rows that follow the boundaries (`bound_sequences`).
-            Sequences are then not cut.
+        INDEXED: Whether POOL_INDEX is written. The indices of rows follow the boundaries (`bound_sequences`). Sequences
+            are then not cut into segments.
     """
     segment = (tl.program_id(0) * SEGMENT_BLOCK + tl.arange(0, SEGMENT_BLOCK)).to(tl.int64)
     # (1) The sequence of each segment: the last one whose first segment is not after it.
@@ -179,8 +179,8 @@ def get_work_tile(index, params, L: gl.constexpr, IS_SEGMENTED: gl.constexpr, RE
 def state_index(index, params, INDEXED: gl.constexpr = False):
     """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv).
 
-    With INDEXED it is that in a pool, (rows, H, dqk, dhv): negative where its sequence has no row, and below -H where
-    the pool lacks the row.
+    With INDEXED it is the index in a pool, (rows, H, dqk, dhv): from -H to -1 where the sequence has no row, and less
+    than -H where the pool lacks its row.
     """
     if INDEXED:
         H = params.H

@@ -96,7 +96,7 @@ class Config(NamedTuple):
     USE_DP_OFFSET: Any  # add delta of (T7) to zv y^T
     COMPUTE_DP_OFFSET: Any  # compute delta in the scan for dq: the gate vector DELTA_P holds -u before
     HAS_CHECKPOINTS: Any  # store states at checkpoints, or against time read them
-    INDEXED: Any  # `state_in` and `state_out` are a pool, of which the schedule has the rows, for o
+    INDEXED: Any  # for o: `state_in` and `state_out` are a pool, whose rows the schedule has
 
 
 class GlobalPointers(NamedTuple):

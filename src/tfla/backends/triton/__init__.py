@@ -159,7 +159,7 @@ class Triton(Backend):
         return _family(spec.kernel).run_forward(x, spec)
 
     def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
-        """Compute the forward by fused scans, which read and overwrite rows of the pool x.C; None where they cannot."""
+        """Compute the forward by the fused kernels, which read and overwrite rows of the pool x.C, or return None."""
         if spec.kernel != "fused" or x.cu_seqlens is None or x.C is None or not x.v.numel():
             return None
         if not pool_rows.can_be_indexed(x.C, rows):

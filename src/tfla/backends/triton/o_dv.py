@@ -53,11 +53,11 @@ def o_dv_scan(
         Y: y, (B, T, H, DV).
         Out: the output, (B, T, H, DV); written with OUTPUT.
         gates: the gate vectors, (H, tiles, VECTORS, L) float32.
-        cu: the offsets of packed sequences, (sequences + 1); with INDEXED the places of rows follow, see
-            `bound_sequences`.
-        state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE; with INDEXED a
-            pool.
-        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE; with INDEXED the
+        cu: the offsets of packed sequences, (sequences + 1). With INDEXED the index of each sequence's row in the pool
+            follows them, see `bound_sequences`.
+        state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE. With INDEXED a
+            pool, (rows, H, DK, DV).
+        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE. With INDEXED the
             same pool.
         decays: the decay over each segment, (segments, H) float32; written without OUTPUT.
         tiles_of_head: the number of tiles of one head.
@@ -95,7 +95,7 @@ def o_dv_scan(
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
-        if INDEXED:  # the pool lacks the row of place -2
+        if INDEXED:  # -2 stands for a row that the pool lacks
             S0, S1 = tl.where(place < -1, float("nan"), S0), tl.where(place < -1, float("nan"), S1)
     r = tl.arange(0, L)
     tiles = count_tiles(cu, sequences, T, segment, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
