@@ -24,13 +24,19 @@ GROUP_NAMES = {"Z2": "parity", "Z5": "addition modulo 5", "S3": "permutations of
 def recall(found: Row) -> str:
     """Return the fraction of right answers by state and number of pairs."""
     rows = [
-        [g.label, f"{g.runs[0]['state'] or 0:,}" if g.runs[0]["state"] else "grows", f"{g.lr:g}",
-         *g.texts("pairs", "accuracy").values()]
+        [g.label, _state_text(g), f"{g.lr:g}", *g.texts("pairs", "accuracy").values()]
         for g in sorted(groups(found), key=lambda g: -g.shape["state_dim"])
         if g.model != "attention" or g.shape["state_dim"] == _largest_state(found)
     ]  # fmt: skip
     pairs = found["runs"][0]["run"]["task"]["pairs"]
     return table(["model", "numbers in the state", "learning rate", *(f"{n} pairs" for n in pairs)], rows)
+
+
+def _state_text(group: Group) -> str:
+    """Return the numbers in the state of a model, or of a hybrid the channels of keys of its recurrent layers."""
+    if state := group.runs[0]["state"]:
+        return f"{state:,}"
+    return "grows" if group.model == "attention" else f"grows, {group.shape['state_dim']} channels of keys a head"
 
 
 def _largest_state(found: Row) -> int:
