@@ -278,11 +278,11 @@ def load_initial_state(index, ids, gmem, params, config):
     N0, N1 = normalizer.empty_n(), normalizer.empty_n()
     if config.USE_INITIAL_STATE:
         at = scheduler.state_index(index, params, config.INDEXED)
-        first = state_block_pointers(gmem.state_in, at, ids, 0, config)
-        C0 = mma.load_block(first, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
+        pointers = state_block_pointers(gmem.state_in, at, ids, 0, config)
+        C0 = mma.load_block(pointers, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
         if config.BLOCKS == 2:
-            second = state_block_pointers(gmem.state_in, at, ids, 1, config)
-            C1 = mma.load_block(second, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
+            pointers = state_block_pointers(gmem.state_in, at, ids, 1, config)
+            C1 = mma.load_block(pointers, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
         if config.INDEXED:
             at = scheduler.state_index(index, params)
         if config.NORMALIZE:
@@ -297,11 +297,11 @@ def load_initial_state(index, ids, gmem, params, config):
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
     at = scheduler.state_index(index, params, config.INDEXED)
-    first = state_block_pointers(gmem.state_out, at, ids, 0, config)
-    mma.store_block(first, acc.C0, at, 64, 128, config.INDEXED)
+    pointers = state_block_pointers(gmem.state_out, at, ids, 0, config)
+    mma.store_block(pointers, acc.C0, at, 64, 128, config.INDEXED)
     if config.BLOCKS == 2:
-        second = state_block_pointers(gmem.state_out, at, ids, 1, config)
-        mma.store_block(second, acc.C1, at, 64, 128, config.INDEXED)
+        pointers = state_block_pointers(gmem.state_out, at, ids, 1, config)
+        mma.store_block(pointers, acc.C1, at, 64, 128, config.INDEXED)
     if config.INDEXED:
         at = scheduler.state_index(index, params)
     if config.NORMALIZE:

@@ -23,13 +23,14 @@ denominators in its gate weights.
     (6)   out^T <- out^T * a + y^T P^T                  (64, L), (T2), (T11)
     (7)   C^T <- g C^T + (y * w)^T x                    (64, dqk) = (64, L) (L, dqk), (T5), (T12)
     (8)   n <- g n + x^T w                              half of dqk, only with a normalizer, (T6)
-    (9)   S <- z x^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer, (T1)
+    (9)   S <- z x^T of tile n + 1                      (L, L / 2), half of the columns for a consumer, (T1), (T11)
     (10)  out^T <- out^T / max(|d|, exp(-m))            with a normalizer, (T4); then over y in shared memory, and out
-    (11)  P <- S * D of tile n + 1, masked              (L, L / 2), (T1)
+    (11)  P <- S * D of tile n + 1, masked              (L, L / 2), (T1), (T11)
     (12)  P; with a normalizer its row sums and n       to shared memory
 
 With two blocks the order is (3), (1), (2), (4), then (5), (6), (7) and (10) of the first block, where its output waits
-in shared memory, then (1), (6) and (7) of the second, and (8) to (12).
+in shared memory, then (1), (6) and (7) of the second, and (8) to (12). Of the first block (6) and (7) are started
+before d of (5) is read.
 
 Which partition waits for which:
 
@@ -113,7 +114,7 @@ class SharedStorage(NamedTuple):
     w: Any  # update weights, each as the sum of two 16-bit numbers, (STAGES, 2 L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
-    d: Any  # for the store warp: d, or `parts` partial sums of do . h, (STAGES, parts L)
+    d: Any  # for the store warp: d from consumer 0, or `parts` partial sums of do . h, (STAGES, parts L)
     floor: Any  # exp(-m), (STAGES, L)
     matrix: Any  # update weights as a right operand, each the sum of three of its rows, (STAGES, 8, L)
     # What the consumers exchange:
@@ -130,7 +131,7 @@ class Accumulators(NamedTuple):
 
     C0: Any  # first block of C^T, (64, dqk)
     C1: Any  # second block, (64, dqk), with BLOCKS 2
-    n: Any  # half of n, (64, 8): n is the sum of the first three columns, see `normalizer.py`
+    n: Any  # half of n, (64, 8): n is the sum of the columns, of which all but three are zero, see `normalizer.py`
 
 
 class WorkTile(NamedTuple):
@@ -213,10 +214,10 @@ def load_initial_state(index, ids, gmem, params, config):
     if config.USE_INITIAL_STATE:
         at = scheduler.state_index(index, params, config.INDEXED)
         if config.BLOCKS == 2:
-            second = transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)
-            C1 = mma.load_block(second, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
-        first = transposed_state_pointers(gmem.state_in, at, ids.column, config)
-        C0 = mma.load_block(first, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
+            pointers = transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)
+            C1 = mma.load_block(pointers, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
+        pointers = transposed_state_pointers(gmem.state_in, at, ids.column, config)
+        C0 = mma.load_block(pointers, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
         if config.NORMALIZE:
             if config.INDEXED:
                 at = scheduler.state_index(index, params)
@@ -229,10 +230,10 @@ def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
     at = scheduler.state_index(index, params, config.INDEXED)
     if config.BLOCKS == 2:
-        second = transposed_state_pointers(gmem.state_out, at, ids.column + 64, config)
-        mma.store_block(second, acc.C1, at, 64, config.DK, config.INDEXED)
-    first = transposed_state_pointers(gmem.state_out, at, ids.column, config)
-    mma.store_block(first, acc.C0, at, 64, config.DK, config.INDEXED)
+        pointers = transposed_state_pointers(gmem.state_out, at, ids.column + 64, config)
+        mma.store_block(pointers, acc.C1, at, 64, config.DK, config.INDEXED)
+    pointers = transposed_state_pointers(gmem.state_out, at, ids.column, config)
+    mma.store_block(pointers, acc.C0, at, 64, config.DK, config.INDEXED)
     if config.NORMALIZE:
         if config.INDEXED:
             at = scheduler.state_index(index, params)
