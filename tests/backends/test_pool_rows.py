@@ -6,17 +6,19 @@ simulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases import INTERPRETED, problem
+from test_hopper import simulation
 
 import tfla
 from tfla.backends import BACKENDS
 from tfla.backends.base import Gates, Inputs, Spec
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
+
+__all__ = ["simulation"]
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ON_HOPPER = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0))
@@ -25,25 +27,12 @@ pytestmark = (
     if INTERPRETED
     else [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 )
-if INTERPRETED:
-    pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 GATES: dict[str, Gates] = {"exp": "exp", "sigmoid": "sigmoid", "plain": "log", "normalized": "log"}
 LENGTHS = (3, 70, 0, 5, 9)
 ROWS = (4, -1, 0, 9, 6)  # in a pool of 7 rows: the second sequence has no row, and that of the fourth is not there
 LACKING = slice(73, 78)  # the steps of the fourth sequence
 WHOLE = DEFERRED_CHUNK_SIZE - 1  # the chunk size with which no sequence is cut into segments
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulation() -> Iterator[None]:
-    if not INTERPRETED:
-        yield
-        return
-    from gluon_simulator.hopper import on_cpu
-
-    with on_cpu():
-        yield
 
 
 def setting(

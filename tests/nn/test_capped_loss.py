@@ -101,16 +101,16 @@ class TestAnyLogits:
         )
 
 
-def small_model(vocabulary: int = 51) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=vocabulary)).to(DEVICE)
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @pytest.mark.parametrize("options", [{}, {"recompute": False}, {"tokens_per_pass": 5}], ids=str)
-def test_losses_of_a_model(options: dict[str, Any]) -> None:
-    model = small_model()
-    ids = torch.randint(51, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+def test_losses_of_a_model(device: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=51)).to(device)
+    ids = torch.randint(51, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
     found, logits = model.losses(ids[:, :-1], ids[:, 1:], **options), model(ids[:, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 8)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from tfla.ops.checks import is_empty_batch
 from tfla.ops.delta_dispatch import DeltaRequest, plan, plan_before_activations, planned_inputs
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
-from tfla.ops.state_pool import attend_by_index
+from tfla.ops.state_pool import attend_by_index, state_of_plan
 from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
@@ -74,12 +74,10 @@ def _by_rows(request: DeltaRequest, indices: Tensor) -> Tensor | None:
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pool = request.state
-    if pool is None or request.cu_seqlens is None or not len(pool.C) or pool.C.dtype != torch.float32:
+    pool, state = request.state, state_of_plan(request.state, request.cu_seqlens, len(indices))
+    if pool is None or state is None:
         return None
-    # The plan is that of a call with a state for each sequence, of which it reads the shape and the dtype.
-    states = (None if t is None else t[:1].expand(len(indices), *t.shape[1:]) for t in pool)
-    own = request._replace(state=State(*states))  # type: ignore[arg-type]
+    own = request._replace(state=state)
     x, found = plan_before_activations(own)
     if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
         return None

@@ -8,8 +8,7 @@ from torch import Tensor
 from tfla.ops.autocast import without_autocast
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import clamp
-from tfla.ops.state import State
-from tfla.ops.state_pool import PoolRows
+from tfla.ops.state_pool import PoolRows, state_of_plan
 
 
 def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
@@ -28,12 +27,10 @@ def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pool = request.state
-    if pool is None or request.lengths is None or not len(pool.C) or pool.C.dtype != torch.float32:
+    pool, state = request.state, state_of_plan(request.state, request.lengths, len(indices))
+    if pool is None or state is None:
         return None
-    # Plans are of calls with a state for each sequence. They depend on its shape and dtype alone, not on its values.
-    stand_ins = (None if t is None else t[:1].expand(len(indices), *t.shape[1:]) for t in pool)
-    x, found = plan(request._replace(state=State(*stand_ins)))  # type: ignore[arg-type]
+    x, found = plan(request._replace(state=state))
     if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
         return None
     size = pool.C.shape[0]

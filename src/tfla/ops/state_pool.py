@@ -25,6 +25,17 @@ def checked(indices: Tensor, pool: State) -> Tensor:
     return indices
 
 
+def state_of_plan(pool: State | None, cu_seqlens: Tensor | None, sequences: int) -> State | None:
+    """Return a state with which a call whose kernels may read rows of a pool is planned, or None where none can.
+
+    Kernels read rows where sequences are packed and the pool is in float32. The plan of a call depends on the shape and
+    the dtype of its state alone, so that the values are those of the first row for every sequence.
+    """
+    if pool is None or cu_seqlens is None or not len(pool.C) or pool.C.dtype != torch.float32:
+        return None
+    return State(*(None if t is None else t[:1].expand(sequences, *t.shape[1:]) for t in pool))  # type: ignore[arg-type]
+
+
 class PoolRows:
     """The rows of a pool that belong to the sequences of a call, for all tensors of the pool.
 
