@@ -15,6 +15,7 @@ from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, er
 from channel_scans import check_scans
 from delta_cases import MODELS as DELTA_MODELS
 from delta_cases import DeltaProblem, delta_problem
+from torch.nn import functional
 
 from tfla.backends import DELTA_BACKENDS, hopper
 from tfla.backends.delta import DeltaGrads, DeltaOutputs
@@ -55,7 +56,10 @@ CASES: dict[str, list[Case]] = {
     "normalizer": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
     "store_warp": [("exp", {"K": 128, "V": 128}, None), ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
-    "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_h": [
+        ("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
+        ("gdn norms", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
+    ],
     "delta_action": [("gdn segments", {"K": 128, "V": 128, "T": 900, "H": 1}, None)],
     "delta_dv_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
@@ -119,6 +123,15 @@ def check_delta_forward(p: DeltaProblem) -> None:
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
+def check_norms(p: DeltaProblem) -> None:
+    """h of the kernel with norms inside is that of Triton's kernels of normalized q and k."""
+    spec = p.spec("fused")._replace(save=False)
+    normalized = p.x._replace(q=functional.normalize(p.x.q, dim=-1), k=functional.normalize(p.x.k, dim=-1))
+    found = DELTA_BACKENDS["hopper"].forward(p.x, spec._replace(normalize_qk=True))
+    expected = DELTA_BACKENDS["triton"].forward(normalized, spec)
+    assert error(found.h, expected.h.double()) <= TOLERANCE[p.x.q.dtype]
+
+
 def check_segments(p: DeltaProblem) -> None:
     """h and C of three segments from what the kernel computes of the first two are those by Triton."""
     spec = p.spec("segmented", 320)
@@ -166,7 +179,7 @@ def check_channel_scans(p: DeltaProblem) -> None:
 
 DELTA_CHECKS = {
     "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dq": check_delta_dq,
-    "scans": check_channel_scans, "segments": check_segments,
+    "scans": check_channel_scans, "segments": check_segments, "norms": check_norms,
 }  # fmt: skip
 
 

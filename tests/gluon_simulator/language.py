@@ -207,6 +207,7 @@ _COMMON = {
     "where": where,
     "exp": _with(torch.exp),
     "exp2": _with(torch.exp2),
+    "rsqrt": _with(torch.rsqrt),
     "log": _with(torch.log),
     "abs": _with(torch.abs),
     "associative_scan": associative_scan,

@@ -62,8 +62,8 @@ class DeltaInputs(NamedTuple):
 class DeltaSpec(NamedTuple):
     """The options of one call.
 
-    The last four differ from their defaults only if `DeltaBackend.activations_by` is "backend": for other backends the
-    operator applies the activations before the call.
+    The last four differ from their defaults only if `DeltaBackend.activations_by` is "backend", and `normalize_qk` also
+    where `DeltaBackend.normalizes` is true: else the operator applies the activations before the call.
     """
 
     scale: float  # factor of the queries
@@ -164,6 +164,10 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     def default_kernel(self, x: DeltaInputs, chunk_size: int | None) -> str:
         """Return the kernel for `kernel=None`; `chunk_size` is what the caller gives."""
         return self.kernels[0]
+
+    def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
+        """Return whether the kernels of an eager call divide q and k by their norms themselves."""
+        return False
 
     @abstractmethod
     def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:

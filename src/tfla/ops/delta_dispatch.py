@@ -70,6 +70,8 @@ def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaI
     if found.backend.activations_by == "backend":
         return x
     clamp_gates = not found.backend.clamps_gates
+    if found.spec.normalize_qk:  # the kernels do it
+        request = request._replace(normalize_qk=False)
     return activated_inputs(x, request, found.backend, eager=not found.use_dispatcher, clamp_gates=clamp_gates)
 
 
@@ -155,7 +157,10 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
         x, bool(request.read_before_decay), request.backend, request.kernel, request.chunk_size
     )
     spec = spec_of(request, x, backend, kernel, chunk_size)
-    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, True)
+    use_dispatcher = not cached and needs_dispatcher(x)
+    if request.normalize_qk and not use_dispatcher and backend.normalizes(x, spec):
+        spec = spec._replace(normalize_qk=True)
+    return x, Plan(backend, spec, use_dispatcher, cached, True)
 
 
 def spec_of(request: DeltaRequest, x: DeltaInputs, backend: DeltaBackend, kernel: str, chunk_size: int) -> DeltaSpec:

@@ -35,7 +35,7 @@ from tfla.backends.gpu.config import ceil_div
 from tfla.backends.hopper import delta_tiles, host, mma, pipeline, scheduler
 from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
-    NUM_VECTORS,
+    KEY_READ_WEIGHT,
     READ_WEIGHT,
     ROWS,
     UPDATE_WEIGHT,
@@ -64,7 +64,7 @@ class SharedStorage(NamedTuple):
     k: Any  # (STAGES, L, dqk)
     v: Any  # (2 STAGES, L, 64): one tile for each consumer
     x: Any  # X, (STAGES, L, L)
-    g: Any  # the vectors of each tile, (STAGES, NUM_VECTORS L)
+    g: Any  # the vectors of each tile, (STAGES, `delta_tiles.count_vectors` L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
 
@@ -133,7 +133,8 @@ def process_tile(C, s, n, shared, half: gl.constexpr, config):
     v = shared.v.index(2 * s + half).reshape([L, 64]).permute((1, 0)).load(columns).to(gl.float32)  # (64, L)
     R, A = warpgroup_mma_wait(0, deps=[R, A])
     # (3) R^T <- V^T - R^T * a
-    R = v - R * delta_tiles.load_vector(g, READ_WEIGHT, L, columns)
+    of_key: gl.constexpr = KEY_READ_WEIGHT if config.NORMALIZED else READ_WEIGHT
+    R = v - R * delta_tiles.load_vector(g, of_key, L, columns)
     # (4) E^T <- R^T - (R^T * beta) X^T
     E, B, up = delta_tiles.issue_correction(R, delta_tiles.load_vector(g, WRITE, L, columns), x, L)
     C = C * delta_tiles.load_tile_decay(g, L)
@@ -209,10 +210,10 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=[*delta_tiles.RUNTIME_SCALARS, "segments"])
 def delta_action_kernel(
-    K, V, X, gates, beta, state_in, added, transitions, schedule, T, tiles_per_head, H, group_size, num_work_tiles,
-    stride_b, stride_t, stride_h, scale, segments,
+    K, V, X, gates, beta, norms, state_in, added, transitions, schedule, T, tiles_per_head, H, group_size,
+    num_work_tiles, stride_b, stride_t, stride_h, scale, segments,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr, LAST: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, WHOLE: gl.constexpr,
+    NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Compute S and A of sequences, or of the segments that sequences are cut into.
 
@@ -226,6 +227,7 @@ def delta_action_kernel(
         X: TMA descriptor of the result of `solve_kernel`, (B, T, H, L), in tiles (L, L).
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
+        norms: r from `solve_kernel`, (B, T, H) float32, with NORMALIZED, where keys are divided by their norms.
         state_in: The states before the first segments, (sequences / segments, H, dqk, dhv), with USE_INITIAL_STATE.
         added: Output for S, (sequences, H, dqk, dhv) float32.
         transitions: Output for A, (sequences, H, dqk, dqk) float32.
@@ -241,21 +243,22 @@ def delta_action_kernel(
     """
     config: gl.constexpr = Config(
         DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=False, SAVE=LAST, USE_INITIAL_STATE=USE_INITIAL_STATE,
-        STORE_FINAL_STATE=True,
+        STORE_FINAL_STATE=True, NORMALIZED=NORMALIZED,
     )  # fmt: skip
     params = scheduler.SchedulerParams(
         T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
         segments=None if WHOLE else segments,
     )  # fmt: skip
     source = delta_tiles.WriteSource(
-        vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h, tiles_per_head=tiles_per_head
-    )
+        vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
+        tiles_per_head=tiles_per_head, key_norms=norms,
+    )  # fmt: skip
     full, empty = pipeline.allocate_full_empty(STAGES, 2, 2)
     shared = SharedStorage(
         k=pipeline.allocate_tiles(K, STAGES),
         v=pipeline.allocate_tiles(V, 2 * STAGES),
         x=pipeline.allocate_tiles(X, STAGES),
-        g=pipeline.allocate_vectors(gl.float32, STAGES, NUM_VECTORS * L),
+        g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config) * L),
         full=full,
         empty=empty,
     )
@@ -292,7 +295,8 @@ def launch(
     half = COLUMNS.value // 2
     base.launch(delta_action_kernel, host.grid(base, ceil_div(base.V, COLUMNS.value) + 1),
         host.descriptor(base, x.k, ROWS.value), host.descriptor(base, x.v, half), host.descriptor(base, X, base.L),
-        gates, ctx.beta, gates if given is None else given, added, transitions, base.schedule,
-        *delta_tiles.kernel_scalars(ctx), segments, DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated,
-        LAST=ctx.spec.save, IS_VARLEN=base.packed, USE_INITIAL_STATE=given is not None, WHOLE=not segments, num_warps=4,
+        gates, ctx.beta, gates if ctx.key_norms is None else ctx.key_norms, gates if given is None else given, added,
+        transitions, base.schedule, *delta_tiles.kernel_scalars(ctx), segments, DK=base.K, DV=base.V, L=base.L,
+        GATED=ctx.gated, LAST=ctx.spec.save, NORMALIZED=ctx.key_norms is not None, IS_VARLEN=base.packed,
+        USE_INITIAL_STATE=given is not None, WHOLE=not segments, num_warps=4,
     )  # fmt: skip

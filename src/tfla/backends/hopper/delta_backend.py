@@ -115,6 +115,12 @@ class HopperDelta(TritonDelta):
 
         return x.v.shape[0] * x.v.shape[2], processors(x.q.device)
 
+    def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
+        """Return whether the kernels divide q and k by their norms: those with one gate a step, without gradients."""
+        from tfla.backends.triton import delta
+
+        return not (spec.save or delta.takes_channel_kernels(x, spec))
+
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
         return self.run_forward(_for_descriptors(x), spec, forward_kernels())

@@ -22,10 +22,15 @@ reads the result of the one before it from registers, and neither consumer needs
 Without gates (6) and (8) take E as it is rounded for (5), because the backward computes the states again from that E.
 Where nothing decays, rounding errors of E would otherwise add up over the sequence; so later steps correct for them.
 
+With NORMALIZED q and k are divided by their norms. For keys these are weights that come with beta, from `solve_kernel`:
+r = 1 / |k| is a factor of a in (3), and of beta in (6) and (11). For queries a norm warp adds up |q|^2 of each tile,
+and 1 / |q| is a factor of scale in (10).
+
 Which partition waits for which:
 
     load and gate warp --full[s]--> consumers 0 and 1 --empty[s]--> load and gate warp
     consumer 0 <--ready[n % 2] (P of tile n)--> consumer 1
+    load warp --full[s]--> norm warp --scaled[s] (scale / |q|)--> consumers 0 and 1
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +50,9 @@ from tfla.backends.gpu.config import ceil_div
 from tfla.backends.hopper import delta_tiles, host, mma, pipeline, scheduler
 from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
-    NUM_VECTORS,
+    KEY_READ_WEIGHT,
+    KEY_WRITE,
+    QUERY_SCALE,
     READ_WEIGHT,
     ROWS,
     UPDATE_WEIGHT,
@@ -78,9 +85,10 @@ class SharedStorage(NamedTuple):
     k: Any  # (STAGES, L, dqk)
     v: Any  # (2 STAGES, L, 64): one tile for each consumer
     x: Any  # X, (STAGES, L, L)
-    g: Any  # the vectors of each tile, (STAGES, NUM_VECTORS L)
+    g: Any  # the vectors of each tile, (STAGES, `delta_tiles.count_vectors` L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
+    scaled: Any  # barriers, (STAGES): the norm warp has stored scale / |q|, with NORMALIZED
     # What consumers exchange, and what leaves:
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored
@@ -123,11 +131,37 @@ def run_load_warp(Q, K, V, X, shared, params, group_size, config):
 
 
 @gluon.jit
+def run_norm_warp(shared, params, scale, config):
+    """Store scale / |q| of the queries of each tile to shared memory."""
+    L: gl.constexpr = config.L
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # without bank conflicts
+    columns: gl.constexpr = 64  # at a time, of 8 rows, for the sake of registers
+    s = 0
+    phase = 0
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
+        _b, _h, _start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
+        for _i in range(0, (steps + L - 1) // L):
+            mbarrier.wait(shared.full.index(s), phase)
+            q = shared.q.index(s).reshape([L, ROWS])
+            for row in gl.static_range(0, L, 8):
+                squares = gl.zeros([8, columns], gl.float32, layout)
+                for column in gl.static_range(0, ROWS, columns):
+                    x = q.slice(row, 8, 0).slice(column, columns, 1).load(layout).to(gl.float32)
+                    squares += x * x
+                inverse = delta_tiles.inverse_norm(gl.sum(squares, 1))  # (8)
+                shared.g.index(s).slice(QUERY_SCALE * L + row, 8, 0).store(inverse * scale)
+            pipeline.barrier()  # all of the warp has stored
+            mbarrier.arrive(shared.scaled.index(s), count=1)
+            s, phase = pipeline.advance(s, phase, STAGES)
+
+
+@gluon.jit
 def load_weights(shared, s, half: gl.constexpr, config):
-    """Return D of the tile in stage s times beta of the step that writes, (L, L / 2), unmasked."""
+    """Return D of the tile in stage s times the weight of the step that writes, (L, L / 2), unmasked."""
     L: gl.constexpr = config.L
     layout: gl.constexpr = mma.accumulator_layout(L // 2)
-    write = shared.g.index(s).slice(WRITE * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))  # (L / 2)
+    vector: gl.constexpr = KEY_WRITE if config.NORMALIZED else WRITE
+    write = shared.g.index(s).slice(vector * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))  # (L / 2)
     return delta_tiles.load_decays(shared, s, half, config) * gl.expand_dims(write, 0)
 
 
@@ -164,7 +198,8 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     # (2) The outputs of the previous tile have left: its stage is empty.
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-    read_weight = delta_tiles.load_vector(g, READ_WEIGHT, L, of_out)  # (1, L)
+    of_key: gl.constexpr = KEY_READ_WEIGHT if config.NORMALIZED else READ_WEIGHT
+    read_weight = delta_tiles.load_vector(g, of_key, L, of_out)  # (1, L)
     write = delta_tiles.load_vector(g, WRITE, L, of_out)  # (1, L)
     v_t = v.load(of_out).to(gl.float32)  # (64, L)
     R = warpgroup_mma_wait(1, deps=[R])  # C^T q^T still runs
@@ -205,7 +240,12 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     S = delta_tiles.issue_scores(shared, s, half, config)
     # (10) The output, over v and on its way to memory.
     C, U, U_low, out, A, A_low = warpgroup_mma_wait(1, deps=[C, U, U_low, out, A, A_low])  # S still runs
-    v.store((out * gmem.scale).to(dtype))
+    if config.NORMALIZED:
+        mbarrier.wait(shared.scaled.index(pipe_state.index), pipe_state.phase)
+        factor = delta_tiles.load_vector(g, QUERY_SCALE, L, of_out)  # (1, L)
+    else:
+        factor = gmem.scale
+    v.store((out * factor).to(dtype))
     fence_async_shared()
     pipeline.async_store(gmem.out, coordinates, shared.v.index(2 * pipe_state.index + half))
     # (11) P of the next tile
@@ -241,10 +281,11 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_h_kernel(
-    Q, K, V, X, Out, E, gates, beta, state_in, state_out, schedule, T, tiles_per_head, H, group_size, num_work_tiles,
-    stride_b, stride_t, stride_h, scale,
+    Q, K, V, X, Out, E, gates, beta, norms, state_in, state_out, schedule, T, tiles_per_head, H, group_size,
+    num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr, SAVE: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, INDEXED: gl.constexpr,
+    NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
+    STORE_FINAL_STATE: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute h, and with SAVE E.
 
@@ -258,6 +299,7 @@ def delta_h_kernel(
         E: TMA descriptor of the prediction errors, in tiles like those of v; unused without SAVE.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
+        norms: r from `solve_kernel`, (B, T, H) float32, with NORMALIZED.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
         state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         schedule: Schedule of packed sequences, with IS_VARLEN.
@@ -273,7 +315,7 @@ def delta_h_kernel(
         (Q, K, V, X),
         delta_tiles.WriteSource(
             vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
-            tiles_per_head=tiles_per_head,
+            tiles_per_head=tiles_per_head, key_norms=norms,
         ),
         group_size,
         GlobalPointers(out=Out, e=E, state_in=state_in, state_out=state_out, scale=scale),
@@ -282,14 +324,14 @@ def delta_h_kernel(
         ),
         Config(
             DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=False, SAVE=SAVE, USE_INITIAL_STATE=USE_INITIAL_STATE,
-            STORE_FINAL_STATE=STORE_FINAL_STATE, INDEXED=INDEXED,
+            STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZED=NORMALIZED, INDEXED=INDEXED,
         ),
     )  # fmt: skip
 
 
 @gluon.jit
 def partitions(tensors, source, group_size, gmem, params, config):
-    """Allocate shared memory and start the partitions of the program: consumers, load and gate warp."""
+    """Allocate shared memory and start the partitions of the program: consumers, load, gate and norm warp."""
     Q, K, V, X = tensors
     L: gl.constexpr = config.L
     full, empty = pipeline.allocate_full_empty(STAGES, 2, 2)
@@ -298,24 +340,38 @@ def partitions(tensors, source, group_size, gmem, params, config):
         k=pipeline.allocate_tiles(K, STAGES),
         v=pipeline.allocate_tiles(V, 2 * STAGES),
         x=pipeline.allocate_tiles(X, STAGES),
-        g=pipeline.allocate_vectors(gl.float32, STAGES, NUM_VECTORS * L),
+        g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config) * L),
         full=full,
         empty=empty,
+        scaled=pipeline.allocate_barriers(STAGES, 1) if config.NORMALIZED else None,
         p=pipeline.allocate_operands(Q.dtype, 2, L, L),
         ready=pipeline.allocate_barriers(2, 2),
         e=pipeline.allocate_tiles(gmem.e, 2) if config.SAVE else None,
     )
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (run_consumer, (0, gmem, shared, params, config)),
-            (run_consumer, (1, gmem, shared, params, config)),
-            (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
-            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if config.NORMALIZED:
+        gl.warp_specialize(
+            [
+                (run_consumer, (0, gmem, shared, params, config)),
+                (run_consumer, (1, gmem, shared, params, config)),
+                (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
+                (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
+                (run_norm_warp, (shared, params, gmem.scale, config)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (run_consumer, (0, gmem, shared, params, config)),
+                (run_consumer, (1, gmem, shared, params, config)),
+                (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
+                (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 def launch(
@@ -338,9 +394,10 @@ def launch(
     base.launch(delta_h_kernel, host.grid(base, ceil_div(base.V, COLUMNS.value)),
         host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, x.v, half),
         host.descriptor(base, X, base.L), host.descriptor(base, h, half),
-        gates if E is None else host.descriptor(base, E, half), gates, ctx.beta, gates if initial is None else initial,
-        gates if final is None else final, base.schedule, *delta_tiles.kernel_scalars(ctx),
-        DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, SAVE=E is not None, IS_VARLEN=base.packed,
+        gates if E is None else host.descriptor(base, E, half), gates, ctx.beta,
+        gates if ctx.key_norms is None else ctx.key_norms, gates if initial is None else initial,
+        gates if final is None else final, base.schedule, *delta_tiles.kernel_scalars(ctx), DK=base.K, DV=base.V,
+        L=base.L, GATED=ctx.gated, SAVE=E is not None, NORMALIZED=ctx.key_norms is not None, IS_VARLEN=base.packed,
         USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None,
         num_warps=4,
     )  # fmt: skip

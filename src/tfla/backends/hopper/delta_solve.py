@@ -15,6 +15,9 @@ With gates by channel M B is in memory already, in the place of X B, as the sum 
 below the diagonal lies above it. With W = M B, X B is W (I + W)^-1, the same with W for M and ones for beta, so that
 one kernel is for both.
 
+Where the kernels divide keys by their norms, M_ij = r_i r_j k_i . k_j D_ij with r_i = 1 / sqrt(|k_i|^2 + 1e-6), and
+|k_i|^2 is on the diagonal of the products of keys. The scans read r, too.
+
 With one warp a program there is no barrier between warps, and twelve programs fit a multiprocessor: their warps hide
 what each of them waits for. What steps (2) to (4) share lies where the keys were.
 """
@@ -31,6 +34,7 @@ from tfla.backends.gpu.config import power_of_two
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import COLUMN, ROW, VECTORS, first_tile, locate_chunk
 from tfla.backends.hopper import host, mma, pipeline, scheduler
+from tfla.backends.hopper.delta_tiles import inverse_norm
 from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.delta_kernels import solve_precision
 
@@ -97,13 +101,32 @@ def load_keys(k, row: gl.constexpr, channel: gl.constexpr):
 
 
 @gluon.jit
-def decayed(M, vectors, i: gl.constexpr, j: gl.constexpr, GATED: gl.constexpr):
-    """Return M_ij times its decays."""
+def load_factors(vectors, row: gl.constexpr, column: gl.constexpr, i: gl.constexpr, j: gl.constexpr):
+    """Return the numbers of vectors `row` and `column` for the rows and the columns of block (i, j)."""
+    of_rows = vectors.index(row).slice(SIDE * i, SIDE, 0).load(gl.SliceLayout(1, results()))
+    of_columns = vectors.index(column).slice(SIDE * j, SIDE, 0).load(gl.SliceLayout(0, results()))
+    return gl.expand_dims(of_rows, 1), gl.expand_dims(of_columns, 0)
+
+
+@gluon.jit
+def decayed(M, vectors, i: gl.constexpr, j: gl.constexpr, GATED: gl.constexpr, NORMALIZED: gl.constexpr):
+    """Return M_ij times its decays, and with NORMALIZED divided by the norms of its keys."""
     if GATED:
-        row = vectors.index(0).slice(SIDE * i, SIDE, 0).load(gl.SliceLayout(1, results()))
-        column = vectors.index(1).slice(SIDE * j, SIDE, 0).load(gl.SliceLayout(0, results()))
-        M *= gl.exp2(gl.expand_dims(row, 1) + gl.expand_dims(column, 0))
+        row, column = load_factors(vectors, 0, 1, i, j)
+        M *= gl.exp2(row + column)
+    if NORMALIZED:
+        row, column = load_factors(vectors, 3, 3, i, j)
+        M *= row * column
     return M
+
+
+@gluon.jit
+def store_norms(M, vectors, block: gl.constexpr):
+    """Store r of a block of steps, from the diagonal of M, which is k k^T, to the fourth of the vectors."""
+    i = gl.expand_dims(gl.arange(0, SIDE, gl.SliceLayout(1, results())), 1)
+    j = gl.expand_dims(gl.arange(0, SIDE, gl.SliceLayout(0, results())), 0)
+    square = gl.sum(gl.where(i == j, M, 0.0), 1)  # (SIDE)
+    vectors.index(3).slice(SIDE * block, SIDE, 0).store(inverse_norm(square))
 
 
 @gluon.jit
@@ -230,8 +253,9 @@ def store_block(X, x, i: gl.constexpr, j: gl.constexpr, steps, stride):
 
 @gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def solve_kernel(
-    K, beta, gates, needs_levels, cu, X, sequences, T, tiles_of_head, H, GROUP, bb, bt, bh, L: gl.constexpr,
-    GATED: gl.constexpr, BY_CHANNEL: gl.constexpr, IS_VARLEN: gl.constexpr, PRECISION: gl.constexpr,
+    K, beta, gates, needs_levels, cu, X, norms, sequences, T, tiles_of_head, H, GROUP, bb, bt, bh, L: gl.constexpr,
+    GATED: gl.constexpr, BY_CHANNEL: gl.constexpr, NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr,
+    PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Compute X of every tile, or with BY_CHANNEL X B of those that need no levels. The grid is (tiles, H).
 
@@ -243,6 +267,7 @@ def solve_kernel(
         needs_levels: (H, tiles) int8, 1 for tiles that need levels, with BY_CHANNEL.
         cu: The offsets of packed sequences, (sequences + 1), with IS_VARLEN.
         X: Output, (B, T, H, L); with BY_CHANNEL it has M B before, see above.
+        norms: Output for r, (B, T, H) float32, with NORMALIZED.
         sequences: Number of sequences.
         T: Tokens of a batch row.
         tiles_of_head: Tiles of one head over all batch rows.
@@ -271,10 +296,14 @@ def solve_kernel(
         gates += tile * (VECTORS * L)
         X += ((first + start) * H + h) * L
         if BY_CHANNEL:
-            solve_tile(None, load_tile(X, steps, H * L), X, steps, H * L, False, PRECISION)
+            solve_tile(None, load_tile(X, steps, H * L), X, steps, H * L, False, False, PRECISION)
         else:
-            vectors, M = multiply_keys(K, keys, beta, gates, steps, bt, L, GATED)
-            solve_tile(vectors, M, X, steps, H * L, GATED, PRECISION)
+            vectors, M = multiply_keys(K, keys, beta, gates, steps, bt, L, GATED, NORMALIZED)
+            if NORMALIZED:
+                r = gl.arange(0, L, gl.BlockedLayout([2], [32], [1], [0]))
+                norms += (first + start) * H + h
+                gl.store(norms + r.to(gl.int64) * H, vectors.index(3).load(r.type.layout), mask=r < steps)
+            solve_tile(vectors, M, X, steps, H * L, GATED, NORMALIZED, PRECISION)
 
 
 @gluon.jit
@@ -289,8 +318,10 @@ def load_tile(W, steps, stride):
 
 
 @gluon.jit
-def multiply_keys(K, keys, beta, gates, steps, bt, L: gl.constexpr, GATED: gl.constexpr):
+def multiply_keys(K, keys, beta, gates, steps, bt, L: gl.constexpr, GATED: gl.constexpr, NORMALIZED: gl.constexpr):
     """Return the vectors of one tile in shared memory, and blocks of k_i . k_j, of keys with these TMA coordinates.
+
+    The vectors are the exponents of the decays of rows and of columns, beta, and with NORMALIZED r.
 
     All pointers are at the first step of the tile, beta with a distance bt from step to step.
     """
@@ -301,7 +332,8 @@ def multiply_keys(K, keys, beta, gates, steps, bt, L: gl.constexpr, GATED: gl.co
     pipeline.async_load(K, keys, full, k.index(0))
     r = gl.arange(0, L, gl.BlockedLayout([2], [32], [1], [0]))
     b = gl.load(beta + r.to(gl.int64) * bt, mask=r < steps, other=0.0).to(gl.float32)
-    vectors = gl.allocate_shared_memory(gl.float32, [3, L], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    count: gl.constexpr = 4 if NORMALIZED else 3
+    vectors = gl.allocate_shared_memory(gl.float32, [count, L], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if GATED:
         row = gl.load(gates + ROW * L + r)
         column = gl.load(gates + COLUMN * L + r)
@@ -330,15 +362,20 @@ def multiply_keys(K, keys, beta, gates, steps, bt, L: gl.constexpr, GATED: gl.co
         M21 = mma_v2(left2, right1, M21)
         M30 = mma_v2(left3, right0, M30)
         M31 = mma_v2(left3, right1, M31)
+    if NORMALIZED:
+        store_norms(M00, vectors, 0)
+        store_norms(M11, vectors, 1)
+        store_norms(M22, vectors, 2)
+        store_norms(M33, vectors, 3)
     return vectors, (M00, M11, M22, M33, M10, M32, M20, M21, M30, M31)
 
 
 @gluon.jit
-def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.constexpr):
+def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, NORMALIZED: gl.constexpr, PRECISION: gl.constexpr):
     """Compute X of one tile, whose first step X is at, with a distance xt from step to step.
 
     Args:
-        vectors: Shared memory with exponents of decays of rows and of columns, and beta, (3, L), or None with beta = 1.
+        vectors: Those of `multiply_keys` in shared memory, (3, L), with NORMALIZED (4, L); or None with beta = 1.
         M: The blocks of the lower triangle, in the order of `multiply_keys`, before their decays.
         X: Output.
     """
@@ -349,14 +386,14 @@ def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.cons
     # (2) The diagonal
     i = gl.expand_dims(gl.arange(0, SIDE, gl.SliceLayout(1, results())), 1)
     j = gl.expand_dims(gl.arange(0, SIDE, gl.SliceLayout(0, results())), 0)
-    block_of(diagonal, 0).store(gl.where(j < i, decayed(M00, vectors, 0, 0, GATED), 0.0))
-    block_of(diagonal, 1).store(gl.where(j < i, decayed(M11, vectors, 1, 1, GATED), 0.0))
-    block_of(diagonal, 2).store(gl.where(j < i, decayed(M22, vectors, 2, 2, GATED), 0.0))
-    block_of(diagonal, 3).store(gl.where(j < i, decayed(M33, vectors, 3, 3, GATED), 0.0))
+    block_of(diagonal, 0).store(gl.where(j < i, decayed(M00, vectors, 0, 0, GATED, NORMALIZED), 0.0))
+    block_of(diagonal, 1).store(gl.where(j < i, decayed(M11, vectors, 1, 1, GATED, NORMALIZED), 0.0))
+    block_of(diagonal, 2).store(gl.where(j < i, decayed(M22, vectors, 2, 2, GATED, NORMALIZED), 0.0))
+    block_of(diagonal, 3).store(gl.where(j < i, decayed(M33, vectors, 3, 3, GATED, NORMALIZED), 0.0))
     solve_diagonal(diagonal, vectors, blocks, X, steps, xt, PRECISION)
     # (3) The blocks below the diagonal in the upper and in the lower half
-    M10 = decayed(M10, vectors, 1, 0, GATED)
-    M32 = decayed(M32, vectors, 3, 2, GATED)
+    M10 = decayed(M10, vectors, 1, 0, GATED, NORMALIZED)
+    M32 = decayed(M32, vectors, 3, 2, GATED, NORMALIZED)
     b0 = negative_beta(vectors, 0, 1)
     Y10 = product(left_times(M10, b0, PRECISION), block_of(blocks, 0).load(operand(1, 2)), M10, PRECISION)
     Y32 = product(
@@ -375,10 +412,10 @@ def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.cons
     store_block(X, X32, 3, 2, steps, xt)
     below.store(nearest_tf32(X10, PRECISION))
     # (4) The block of 32 x 32 below these
-    M20 = decayed(M20, vectors, 2, 0, GATED)
-    M21 = decayed(M21, vectors, 2, 1, GATED)
-    M30 = decayed(M30, vectors, 3, 0, GATED)
-    M31 = decayed(M31, vectors, 3, 1, GATED)
+    M20 = decayed(M20, vectors, 2, 0, GATED, NORMALIZED)
+    M21 = decayed(M21, vectors, 2, 1, GATED, NORMALIZED)
+    M30 = decayed(M30, vectors, 3, 0, GATED, NORMALIZED)
+    M31 = decayed(M31, vectors, 3, 1, GATED, NORMALIZED)
     b1 = negative_beta(vectors, 1, 1)
     X00 = block_of(blocks, 0).load(operand(1, 2))
     X10 = below.load(operand(1, 2))
@@ -414,13 +451,14 @@ def solve_tile(vectors, M, X, steps, xt, GATED: gl.constexpr, PRECISION: gl.cons
 
 
 def launch(ctx: "DeltaContext", gates: Tensor) -> Tensor:
-    """Return X, (B, T, H, L)."""
+    """Return X, (B, T, H, L), and fill the norms of keys where the context has them."""
     base, x = ctx.base, ctx.x
     X = base.new(base.B, base.T, base.H, base.L, dtype=correction_dtype(x))
     base.launch(solve_kernel, (base.tiles, base.H),
-        host.descriptor(base, x.k, power_of_two(base.K)), ctx.beta, gates, gates, base.cu_seqlens, X, x.sequences,
+        host.descriptor(base, x.k, power_of_two(base.K)), ctx.beta, gates, gates, base.cu_seqlens, X,
+        gates if ctx.key_norms is None else ctx.key_norms, x.sequences,
         base.T, base.tiles, base.H, base.group, *time_strides(ctx.beta), L=base.L, GATED=ctx.gated, BY_CHANNEL=False,
-        IS_VARLEN=base.packed, PRECISION=solve_precision(x.q.dtype), num_warps=1,
+        NORMALIZED=ctx.key_norms is not None, IS_VARLEN=base.packed, PRECISION=solve_precision(x.q.dtype), num_warps=1,
         compilation={"maxnreg": MAX_REGISTERS},
     )  # fmt: skip
     return X
@@ -436,7 +474,7 @@ def launch_by_channel(ctx: "ChannelContext", X: Tensor, needs_levels: Tensor) ->
     """
     base, x = ctx.base, ctx.x
     base.launch(solve_kernel, (base.tiles, base.H),
-        X, ctx.beta, X, needs_levels, base.cu_seqlens, X, x.sequences, base.T, base.tiles, base.H, base.group,
-        *time_strides(ctx.beta), L=base.L, GATED=False, BY_CHANNEL=True, IS_VARLEN=base.packed,
+        X, ctx.beta, X, needs_levels, base.cu_seqlens, X, X, x.sequences, base.T, base.tiles, base.H, base.group,
+        *time_strides(ctx.beta), L=base.L, GATED=False, BY_CHANNEL=True, NORMALIZED=False, IS_VARLEN=base.packed,
         PRECISION=solve_precision(x.q.dtype), num_warps=1, compilation={"maxnreg": MAX_REGISTERS},
     )  # fmt: skip

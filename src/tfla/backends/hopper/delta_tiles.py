@@ -31,6 +31,12 @@ UPDATE_WEIGHT = gl.constexpr(4)  # w, the weight of each step in the update of t
 TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
 SAME_STEP = gl.constexpr(6)  # scale do . E beta, for dq and dk alone
 NUM_VECTORS = gl.constexpr(8)  # a power of two; seven are used
+# More of them where the kernels divide q and k by their norms. r is 1 / |k|, which UPDATE_WEIGHT contains, too.
+KEY_READ_WEIGHT = gl.constexpr(8)  # a r, the weight of the state in what each step reads by its key
+KEY_WRITE = gl.constexpr(9)  # beta r
+QUERY_SCALE = gl.constexpr(10)  # scale / |q|, for h alone
+NUM_VECTORS_NORMALIZED = gl.constexpr(16)
+EPS = gl.constexpr(1e-6)  # is added to squared norms
 
 
 class Config(NamedTuple):
@@ -47,6 +53,7 @@ class Config(NamedTuple):
     BY_KEYS: Any = False  # consumers hold 64 rows of the state, by COLUMNS, not 64 of its transpose, by ROWS
     CHECKPOINT_STEPS: Any = 0  # steps between checkpoints, for dq and dk
     IS_SEGMENTED: Any = False  # no work tile is a segment
+    NORMALIZED: Any = False  # q and k are divided by their norms, for h and the action of spans
     INDEXED: Any = False  # `state_in` and `state_out` are a pool, and the schedule has the rows; for h
     BLOCK: Any = 0  # the block of COLUMNS columns that a launch computes, for dv and dk_w
 
@@ -77,6 +84,7 @@ class WriteSource(NamedTuple):
     stride_t: Any
     stride_h: Any
     tiles_per_head: Any  # tiles of one head over all batch rows
+    key_norms: Any = None  # r, (B, T, H) float32, with NORMALIZED
     do_e: Any = None  # do . E, (B, T, H), for dq and dk alone
     scale: Any = None  # the factor of the queries, likewise
 
@@ -88,6 +96,18 @@ def fragment_ids(half: gl.constexpr, config, column: gl.constexpr = 0):
     i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
     return FragmentIds(i=i, j=j, column=gl.program_id(0) * COLUMNS + (column + half * 64))
+
+
+@gluon.jit
+def inverse_norm(square):
+    """Return 1 / sqrt(square + 1e-6) for squared norms."""
+    return gl.rsqrt(square + EPS)
+
+
+@gluon.constexpr_function
+def count_vectors(config):
+    """Return the number of vectors of a stage."""
+    return NUM_VECTORS_NORMALIZED if config.NORMALIZED else NUM_VECTORS
 
 
 @gluon.jit
@@ -114,7 +134,7 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
 
     Args:
         source: Where they come from.
-        vectors: Shared memory for them, (STAGES, NUM_VECTORS L).
+        vectors: Shared memory for them, (STAGES, `count_vectors` L).
         full: Full barriers of this ring, (STAGES).
         empty: Empty barriers, (STAGES).
         params: The numbers of the scheduler.
@@ -128,6 +148,8 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
         b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
         beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
         beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
+        if config.NORMALIZED:
+            norms = source.key_norms + ((b.to(gl.int64) * params.T + start) * params.H + h)
         if source.do_e is not None:
             do_e_at = source.do_e + ((b.to(gl.int64) * params.T + start) * params.H + h)
         gates = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
@@ -154,6 +176,9 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
                 decay = read_weight
             if not config.REVERSE:
                 update_weight *= write
+            if config.NORMALIZED:
+                inverse = gl.load(norms + t.to(gl.int64) * params.H, mask=t < steps, other=0.0)  # r, (L)
+                update_weight *= inverse
             if source.do_e is not None:
                 do_e = gl.load(do_e_at + t.to(gl.int64) * params.H, mask=t < steps, other=0.0)
                 same = do_e * write * source.scale  # (L)
@@ -167,6 +192,9 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
             g.slice(WRITE * L, L, 0).store(write)
             g.slice(UPDATE_WEIGHT * L, L, 0).store(update_weight)
             g.slice(TILE_DECAY * L, L, 0).store(decay)
+            if config.NORMALIZED:
+                g.slice(KEY_READ_WEIGHT * L, L, 0).store(read_weight * inverse)
+                g.slice(KEY_WRITE * L, L, 0).store(write * inverse)
             pipeline.barrier()
             mbarrier.arrive(bar, count=1)
             n += 1

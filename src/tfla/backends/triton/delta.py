@@ -82,6 +82,7 @@ class DeltaContext:
     spec: DeltaSpec
     config: DeltaConfig
     beta: Tensor  # (B, T, H); ones where the call has none
+    key_norms: Tensor | None = None  # (B, T, H) float32, 1 / |k|, where kernels divide q and k by their norms
 
     @property
     def read_key(self) -> Tensor:
@@ -139,7 +140,8 @@ def launch_context(
 def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> DeltaContext:
     """Return the context of a call with at most one gate a step."""
     config = delta_config(base.K, base.V, architecture(x.q.device), read_key=x.read_key is not None)
-    return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta)
+    key_norms = base.new(base.B, base.T, base.H) if spec.normalize_qk else None
+    return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta, key_norms=key_norms)
 
 
 def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
