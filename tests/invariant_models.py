@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window and sinks": {"mixer": "attention", "window": 5, "attention_sinks": True},
     "hybrid": {"num_blocks": 3, "layers": ["gated_delta_net", "mlstm_exp", "attention"]},
 }
+RECURRENT = [case for case in CASES if case not in ("attention", "window and sinks", "hybrid")]
+RECURRENCES: dict[str, Any] = {"num_blocks": 3, "layers": ["gated_delta_net", "mlstm_exp", "retnet"]}
 
 
 def build(case: str, dtype: torch.dtype = torch.float32, **fields: Any) -> LanguageModel:
@@ -44,3 +46,7 @@ def tokens(*shape: int) -> Tensor:
 
 def leaves(state: Any) -> list[Tensor]:
     return [t for t in tree_leaves(state) if t is not None]
+
+
+def same(a: Any, b: Any) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))

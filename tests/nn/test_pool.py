@@ -10,13 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from invariant_models import CASES, build, leaves, tokens
+from invariant_models import RECURRENCES, RECURRENT, build, leaves, same, tokens
 from torch import Tensor
 
 from tfla.nn import Decoder, LanguageModel, decode
-
-RECURRENT = [case for case in CASES if case not in ("attention", "window and sinks", "hybrid")]
-RECURRENCES = {"num_blocks": 3, "layers": ["gated_delta_net", "mlstm_exp", "retnet"]}
 
 
 def model_of(case: str, dtype: torch.dtype = torch.float64, invariant: bool = False) -> LanguageModel:
@@ -40,10 +37,6 @@ def close(a: Tensor, b: Tensor) -> None:
     assert a.shape == b.shape
     a, b = a.double(), b.double()
     assert (a - b).norm() <= tolerance * b.norm()
-
-
-def same(a: Any, b: Any) -> None:
-    assert all(torch.equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 @pytest.fixture(params=[*RECURRENT, "recurrences"])
@@ -84,8 +77,9 @@ def test_calls_read_and_overwrite_their_rows(case: str, invariant: bool, indices
 
 
 @torch.no_grad()
-def test_rows_are_only_read_where_no_state_is_returned(case: str) -> None:
-    model, rows = model_of(case), torch.tensor([4, 1])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_are_only_read_where_no_state_is_returned(case: str, invariant: bool) -> None:
+    model, rows = model_of(case, invariant=invariant), torch.tensor([4, 1])
     pool = used_pool(model, 5)
     before = tuple(each.clone() for each in pool)
     hidden, nothing = model.hidden(tokens(2, 9), pool, state_indices=rows)

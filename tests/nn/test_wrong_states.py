@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from invariant_models import CASES, build, leaves, tokens
+from invariant_models import CASES, RECURRENT, build, leaves, tokens
 from torch import Tensor
 
 import tfla
 from tfla.nn import KeyValues, LanguageModel, MixerState, ModelConfig
-
-RECURRENT = [case for case in CASES if case not in ("attention", "window and sinks", "hybrid")]
 
 
 @pytest.fixture(params=CASES)

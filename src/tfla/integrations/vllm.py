@@ -157,8 +157,7 @@ def _compute(
         read = rows.new_full(rows.shape, -1) if given is None else torch.where(given, rows, -1)
         padding = rows.new_full((1,), -1)
         wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-        before = PoolRows(torch.cat([read, padding]), pool.C.shape[0]).read_state(pool)
-        state = State(*(None if t is None else t.to(wide) for t in before))  # type: ignore[arg-type]
+        state = PoolRows(torch.cat([read, padding]), pool.C.shape[0]).read_state(pool, wide)
         found, after = operator(
             **own, initial_state=state, return_state=True, cu_seqlens=torch.cat([starts, rest]), **options
         )

@@ -93,6 +93,8 @@ def sequence_by_sequence(
     initial_state: State | None,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    return_state: bool = True,
+    state_indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Compute an operator over whole sequences so that no sequence depends on another one.
@@ -104,16 +106,24 @@ def sequence_by_sequence(
         operator: :func:`tfla.mlstm`, :func:`tfla.linear_attention` or :func:`tfla.delta_rule`.
         tensors: its tensors (B, T, ...) by name.
         initial_state, cu_seqlens, chunk_size: as the operator takes them.
-        options: its other options, without return_state.
+        return_state: whether the rows of a pool are overwritten; the states are returned in any case.
+        state_indices: the row of each sequence in ``initial_state``, which is then a pool; None where it is none.
+        options: its other options.
 
     Returns:
-        h, the final states, and with states_every those too.
+        h, the final states or the pool, and with states_every those too.
     """
     v = tensors["v"]
     assert v is not None
-    options["return_state"] = True
     on_cpu = v.device.type == "cpu"
+    if state_indices is not None and (on_cpu or not return_state):
+        assert initial_state is not None
+        options |= {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size}
+        return _sequences_of_rows(operator, tensors, initial_state, state_indices, return_state, options)
+    options["return_state"] = True
     if not on_cpu or not v.shape[0]:
+        if state_indices is not None:
+            options["state_indices"] = state_indices
         chunk_size = ONE_SEGMENT if chunk_size is None and not on_cpu else chunk_size
         found: tuple[Any, ...] = operator(
             **tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, **options
@@ -137,6 +147,21 @@ def sequence_by_sequence(
             first = _zero(states[0][0]) if initial_state is None else _row(initial_state, sequence)
             states.insert(sequence, [first])
     return torch.cat(hs, 0 if cu_seqlens is None else 1), *map(_joined, zip(*states, strict=True))
+
+
+def _sequences_of_rows(
+    operator: Callable[..., Any], tensors: Tensors, pool: State, indices: Tensor, writes: bool,
+    options: Mapping[str, Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Compute whole sequences whose states are rows of a pool, and overwrite the rows if `writes`."""
+    v = tensors["v"]
+    assert v is not None
+    rows = PoolRows(indices, pool.C.shape[0])
+    before = rows.read_state(pool, torch.promote_types(v.dtype, torch.float32))
+    h, after, *between = sequence_by_sequence(operator, tensors, initial_state=before, **options)
+    if writes:
+        rows.write_state(pool, after)
+    return h, pool, *between
 
 
 def step_by_sequence(

@@ -40,13 +40,15 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
         states_every: StatesEvery | None = None,
+        rows: PoolRows | None = None,
     ) -> tuple[Tensor, Any]:
-        """Run the block on whole sequences, as :meth:`SequenceMixer.forward`."""
-        # Mixers of users may not know of the argument.
-        between = {} if states_every is None else {"states_every": states_every}
+        """Run the block on whole sequences, as :meth:`SequenceMixer.forward`; see :attr:`SequenceMixer.reads_rows`."""
+        # Mixers of users may not know of these arguments.
+        given = {"states_every": states_every, "rows": rows}
+        further = {name: value for name, value in given.items() if value is not None}
         mixed, new = self.mixer(
             cast_for_autocast(self.mixer_norm(x)), state,
-            document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state, **between,
+            document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state, **further,
         )  # fmt: skip
         return self._add_residuals(x, mixed), new
 

@@ -58,6 +58,15 @@ class SequenceMixer(nn.Module, ABC):
     tensor_parallel: ClassVar[dict[str, Sharding]] = {}
     batch_invariant: bool = False
 
+    @property
+    def reads_rows(self) -> bool:
+        """Return whether :meth:`forward` has the argument ``rows`` of :meth:`step`, with which ``state`` is a pool.
+
+        With return_state the layer then overwrites these rows, and returns the pool. For other layers the model gathers
+        the rows before the call, and scatters the states after it.
+        """
+        return False
+
     @abstractmethod
     def forward(
         self,

@@ -85,8 +85,8 @@ class MixerState(NamedTuple):
     def read(self, rows: PoolRows) -> MixerState:
         """Return the state of the sequences of a call, from this pool.
 
-        The operators for steps find the rows of the recurrence's pool themselves, so that the whole pool of the
-        recurrence is returned, beside copies of the rows of everything else, such as convolutions and positions.
+        The operators find the rows of the recurrence's pool themselves, so that the whole pool of the recurrence is
+        returned, beside copies of the rows of everything else, such as convolutions and positions.
 
         Args:
             rows: the rows of this pool, one for each of the B sequences.
@@ -97,15 +97,19 @@ class MixerState(NamedTuple):
         position = None if self.position is None else rows.read(self.position)
         return MixerState(self.recurrence, tuple(map(rows.read, self.convolution)), position)
 
-    def write(self, rows: PoolRows, states: MixerState) -> None:
+    def write(self, rows: PoolRows, states: MixerState) -> MixerState:
         """Overwrite the rows of this pool except for the recurrence, whose operators write its rows themselves.
 
         Args:
             rows: the rows of this pool, one for each of the B sequences.
-            states: the states of the sequences, whose parts have batch B.
+            states: the states of the sequences, whose parts have batch B except for the recurrence.
+
+        Returns:
+            this pool.
         """
         for own, given in zip(self._others(), states._others(), strict=True):
             rows.write(own, given)
+        return self
 
     def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Return rows that the recurrence's state has checked as a tensor."""

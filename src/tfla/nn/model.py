@@ -96,10 +96,10 @@ class LanguageModel(nn.Module):
             self._check_room(state, rows, ids, document_start, cu_seqlens)
         states: list[Any] = []
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
-            x, after = block(
-                x, _read(before, rows), document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state
-            )
-            states.append(_write(before, rows, after) if return_state else None)
+            x, after = _run(
+                block, x, before, rows, return_state, document_start=document_start, cu_seqlens=cu_seqlens
+            )  # fmt: skip
+            states.append(after)
         return x, tuple(states) if return_state else ()
 
     def prefill(
@@ -138,8 +138,8 @@ class LanguageModel(nn.Module):
             self._check_room(state, rows, ids, None, None)
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             wanted = StatesEvery(states_every)
-            x, after = block(x, _read(before, rows), return_state=True, states_every=wanted)
-            last.append(_write(before, rows, after))
+            x, after = _run(block, x, before, rows, True, states_every=wanted)
+            last.append(after)
             between.append(wanted.states)
         return x, tuple(last), list(zip(*between, strict=True))
 
@@ -446,14 +446,16 @@ class LanguageModel(nn.Module):
         pool.check_room_for_prompts(state, rows, windows, ids, document_start, cu_seqlens)
 
 
-def _read(state: Any, rows: PoolRows | None) -> Any:
-    """Return the state of the sequences of a call: rows of a pool, or the state itself."""
-    return state if rows is None else pool.read(state, rows)
+def _run(
+    block: Block, x: Tensor, state: Any, rows: PoolRows | None, return_state: bool, **options: Any
+) -> tuple[Tensor, Any]:
+    """Run a block on whole sequences from a state or, with rows, from these rows of a pool, which it overwrites.
 
-
-def _write(state: Any, rows: PoolRows | None, new: Any) -> Any:
-    """Return the new state: the pool, whose rows are overwritten, or ``new`` itself."""
-    if rows is None:
-        return new
-    pool.write(state, rows, new)
-    return state
+    The rows are gathered before the block and scattered after it if the mixer does not read them itself.
+    """
+    if rows is None or block.mixer.reads_rows:
+        return block(x, state, rows=rows, return_state=return_state, **options)
+    x, after = block(x, pool.read(state, rows), return_state=return_state, **options)
+    if return_state:
+        pool.write(state, rows, after)
+    return x, state

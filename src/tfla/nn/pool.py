@@ -127,9 +127,9 @@ def with_room(state: BlockState, capacity: int) -> BlockState:
 
 
 def read(pool: BlockState, rows: PoolRows) -> BlockState | None:
-    """Return rows of a block's pool as states (B, ...); those of recurrences are in float32 or float64.
+    """Return rows of a block's pool as states (B, ...), for a mixer that does not read the rows itself.
 
-    For an empty cache of attention the result is None.
+    Those of recurrences are in float32 or float64. For an empty cache of attention the result is None.
     """
     if isinstance(pool, KeyValues):
         return pool.read(rows)

@@ -71,9 +71,9 @@ class PoolRows:
         rows = rows.to(t.dtype).index_select(0, source)
         t.index_copy_(0, target, torch.where(written, rows, t.index_select(0, target)))
 
-    def read_state(self, pool: State) -> State:
-        """Return the states (B, ...) of a pool."""
-        return State(*(None if t is None else self.read(t) for t in pool))  # type: ignore[arg-type]
+    def read_state(self, pool: State, dtype: torch.dtype | None = None) -> State:
+        """Return the states (B, ...) of a pool, in its dtypes or in the given one."""
+        return State(*(None if t is None else self.read(t).to(dtype or t.dtype) for t in pool))  # type: ignore[arg-type]
 
     def write_state(self, pool: State, states: State) -> None:
         """Overwrite the rows of a pool by states (B, ...)."""
@@ -147,8 +147,7 @@ def attend_by_index(
             return (h, pool) if request.return_state else h
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = PoolRows(indices, pool.C.shape[0])
-    before = State(*(None if t is None else t.to(wide) for t in rows.read_state(pool)))  # type: ignore[arg-type]
-    found = run(request._replace(state=before))
+    found = run(request._replace(state=rows.read_state(pool, wide)))
     if not request.return_state:
         gathered: Tensor = found
         return gathered

@@ -73,6 +73,11 @@ class MLSTM(SequenceMixer):
         self.head_norm = HeadNorm(heads, self.head_dim, config.head_norm_eps, config.head_norm)
         self.out_proj = Projection(d, d, output_std(d, config.num_blocks))
 
+    @property
+    def reads_rows(self) -> bool:
+        """Return whether :meth:`forward` takes ``rows``: the operator does unless processes share the steps."""
+        return self.context_parallel is None
+
     def forward(
         self,
         x: Tensor,
@@ -82,6 +87,7 @@ class MLSTM(SequenceMixer):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
         states_every: StatesEvery | None = None,
+        rows: PoolRows | None = None,
     ) -> tuple[Tensor, State | None]:
         """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence."""
         q, k, v, i, f = self._inputs(x)
@@ -97,10 +103,14 @@ class MLSTM(SequenceMixer):
         }
         if states_every is not None:
             options["states_every"] = states_every.every
+        if rows is not None:
+            options["state_indices"] = rows.indices
         if self.batch_invariant:
             del options["context_parallel"]
             tensors = {"q": q, "k": k, "v": v, "i": i, "f": f}
-            h, new, *between = batch_invariance.sequence_by_sequence(mlstm, tensors, **options)
+            h, new, *between = batch_invariance.sequence_by_sequence(
+                mlstm, tensors, return_state=return_state, **options
+            )
             self._append(states_every, between)
             return self._output(x, h), new if return_state else None
         if not return_state:

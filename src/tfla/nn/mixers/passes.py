@@ -85,6 +85,7 @@ class SequencePass(Pass):
         cu_seqlens: Tensor | None,
         return_state: bool,
         states_every: StatesEvery | None = None,
+        rows: PoolRows | None = None,
     ) -> None:
         group = None if is_empty_batch(x, cu_seqlens) else mixer.context_parallel
         self.part = None if group is None else ContextPart(group, x.shape[1])
@@ -99,17 +100,21 @@ class SequencePass(Pass):
                 self.sequences = self.part.sequences(cu_seqlens, x)
         elif cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x)
-        self.mixer, self.batch, self.state, self.return_state = mixer, x.shape[0], state, return_state
+        self.mixer, self.batch, self.return_state = mixer, x.shape[0], return_state
+        self.pool, self.rows = state, rows
+        self.state = state if state is None or rows is None else state.read(rows)
         self.documents = Documents(x, document_start, None if self.part is not None else cu_seqlens)
         self.closed = None if self.sequences is not None else document_start  # the steps whose gates are closed
         self.options: dict[str, Any] = {
-            "initial_state": None if state is None else state.recurrence,
+            "initial_state": None if self.state is None else self.state.recurrence,
             "cu_seqlens": cu_seqlens,
             "chunk_size": mixer.chunk_size,
             "backend": mixer.backend,
         }
         if group is not None:
             self.options["context_parallel"] = group
+        if rows is not None:
+            self.options["state_indices"] = rows.indices
         self.ends: Sequence[int] = () if states_every is None else states_every.ends(x.shape[1])
         if states_every is not None:
             self.options["states_every"] = states_every.every
@@ -183,7 +188,8 @@ class SequencePass(Pass):
         if self.mixer.has_position and position is None:
             before = None if self.state is None else self.state.position
             position = (self.sequences or self.documents).length(before, self.batch)
-        return MixerState(self.recurrence, self.convolution, position)
+        new = MixerState(self.recurrence, self.convolution, position)
+        return new if self.pool is None or self.rows is None else self.pool.write(self.rows, new)
 
     def states_between(self) -> list[MixerState]:
         """Return the states that were requested, at the `ends` of the call."""
@@ -206,7 +212,9 @@ class SequencePass(Pass):
         """Return h of an operator and keep the state."""
         h: Tensor
         if self.mixer.batch_invariant:
-            found = batch_invariance.sequence_by_sequence(operator, tensors, **self.options, **options)
+            found = batch_invariance.sequence_by_sequence(
+                operator, tensors, return_state=self.return_state, **self.options, **options
+            )
         elif self.return_state:
             found = operator(**tensors, return_state=True, **self.options, **options)
         else:
@@ -261,10 +269,7 @@ class StepPass(Pass):
 
     def new_state(self) -> MixerState:
         """Return the state after the token, or the pool with it."""
-        if self.rows is None:
-            return self.state
-        self.pool.write(self.rows, self.state)
-        return self.pool
+        return self.state if self.rows is None else self.pool.write(self.rows, self.state)
 
     def _compute(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
         """Return h of an operator and keep the state."""

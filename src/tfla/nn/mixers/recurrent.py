@@ -72,6 +72,11 @@ class RecurrentMixer(SequenceMixer):
             self.v_conv = ShortConvolution(values, size, bias)
         self.out_proj: nn.Linear = Projection(values, d, output_std(d, config.num_blocks))
 
+    @property
+    def reads_rows(self) -> bool:
+        """Return whether :meth:`forward` takes ``rows``: the operators do unless processes share the steps."""
+        return self.context_parallel is None
+
     @abstractmethod
     def mix(self, x: Tensor, run: Pass) -> Tensor:
         """Return the mixed x (..., d_model).
@@ -90,6 +95,7 @@ class RecurrentMixer(SequenceMixer):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
         states_every: StatesEvery | None = None,
+        rows: PoolRows | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence.
 
@@ -97,10 +103,11 @@ class RecurrentMixer(SequenceMixer):
         it. With ``cu_seqlens`` they reach no other sequence, but with ``context_parallel`` this holds only where states
         are given or returned: other calls close gates, since the exchange is faster.
         """
-        check = functools.partial(self._check_state, state, len(x) if cu_seqlens is None else None)
+        sequences = len(x) if cu_seqlens is None and rows is None else None
+        check = functools.partial(self._check_state, state, sequences)
         start = functools.partial(
-            SequencePass, self, x, state, document_start, cu_seqlens, return_state, states_every
-        )  # fmt: skip
+            SequencePass, self, x, state, document_start, cu_seqlens, return_state, states_every, rows
+        )
         run: SequencePass | None
         if self.context_parallel is None or is_empty_batch(x, cu_seqlens):
             check()

@@ -84,10 +84,7 @@ class StepsPass(Pass):
         convolution = tuple(inputs_after(x, lengths, self.count) for x in self.inputs)
         position = self.state.position
         new = MixerState(recurrence, convolution, None if position is None else position + lengths)
-        if self.rows is None:
-            return new
-        self.pool.write(self.rows, new)
-        return self.pool
+        return new if self.rows is None else self.pool.write(self.rows, new)
 
     def _verify(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
         """Return h of all tokens and keep the call."""
