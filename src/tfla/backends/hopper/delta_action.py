@@ -258,7 +258,7 @@ def delta_action_kernel(
         k=pipeline.allocate_tiles(K, STAGES),
         v=pipeline.allocate_tiles(V, 2 * STAGES),
         x=pipeline.allocate_tiles(X, STAGES),
-        g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config) * L),
+        g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config.NORMALIZED) * L),
         full=full,
         empty=empty,
     )

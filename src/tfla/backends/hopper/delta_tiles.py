@@ -105,9 +105,9 @@ def inverse_norm(square):
 
 
 @gluon.constexpr_function
-def count_vectors(config):
+def count_vectors(normalized):
     """Return the number of vectors of a stage."""
-    return NUM_VECTORS_NORMALIZED if config.NORMALIZED else NUM_VECTORS
+    return NUM_VECTORS_NORMALIZED if normalized else NUM_VECTORS
 
 
 @gluon.jit
