@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from tfla.nn import LanguageModel
 from tfla.train.config import Data, Model, Optim, TrainConfig
 from tfla.train.logging import read_metrics
 from tfla.train.loop import train
+from tfla.train.pending import PendingStep, StepNumbers
 
 WORDS = ["state", "gate", "chunk", "tile", "query", "key", "value", "forget", "input", "norm", "scale", "head", "loss"]
 
@@ -30,6 +33,8 @@ class Job(NamedTuple):
     """A run that it continues, and the step from which it does."""
     full_disk: bool = False
     """Whether the files of process 2 cannot grow after the first checkpoint."""
+    signal_after: int | None = None
+    """The step after whose numbers process 1 catches a signal, while the next step is computed."""
 
 
 def make_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
@@ -78,12 +83,30 @@ def _run_jobs(rank: int, count: int, jobs: list[Job], ports: list[int], folder: 
         if rank == 2 and job.full_disk:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
         if not job.full_disk:
-            train(job.config)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1 and job.signal_after is not None:
+                    patch.setattr(PendingStep, "read", _signal_after(job.signal_after))
+                trained = train(job.config)
+            if job.signal_after is not None:
+                (folder / f"stopped-{rank}").write_text(f"{trained.step} {trained.signal}")
             continue
         with pytest.raises(UserError) as raised:
             train(job.config)
         (folder / f"error-{rank}").write_text(str(raised.value))
         os._exit(0)  # as the command ends a process whose group has failed: see end_process_of_group
+
+
+def _signal_after(step: int) -> Callable[..., StepNumbers]:
+    """Return the reading of a step that sends this process a signal once it has read the numbers of one step."""
+    read = PendingStep.read
+
+    def read_and_stop(self: PendingStep, *args: Any) -> StepNumbers:
+        numbers = read(self, *args)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return numbers
+
+    return read_and_stop
 
 
 def write_texts(folder: Path) -> None:

@@ -21,9 +21,9 @@ from tfla.bench.commands import bench
 from tfla.bench.entries import VARIANTS, Entry
 from tfla.bench.options import GpuBench
 from tfla.bench.parallel_training import step
-from tfla.bench.stream_profile import Kernel, length, summary, union
+from tfla.bench.stream_profile import Kernel, after_mark, length, summary, union
 from tfla.bench.suites import SUITES, Suite
-from tfla.measure.problem import FORWARD, STEP, Problem
+from tfla.measure.problem import FORWARD, STEP, Problem, Work
 from tfla.nn import ModelConfig
 
 QUICK = {"device": "cpu", "repeats": 2, "warmup": 1, "pause": 0.0, "sustained": 0.0}
@@ -45,7 +45,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(options: dict[str, Any]) -> list[float]:
     """Return the losses of three steps."""
-    work = step(PROBLEM, **TINY, **options)
+    return losses_of(step(PROBLEM, **TINY, **options))
+
+
+def losses_of(work: Work) -> list[float]:
+    """Return the losses of three steps, which are read one step late."""
+    assert work.run(*work.inputs) is None
     return [work.run(*work.inputs) for _ in range(3)]
 
 
@@ -67,7 +72,7 @@ def _losses_of_variants() -> dict[str, list[float]]:
     for name, options in VARIANTS.items():
         problem = replace(PROBLEM, dtype="bfloat16") if "gathered" in name else PROBLEM
         work = step(problem, **TINY, layout={"dp_shard": 2}, **options)
-        found[name] = [work.run(*work.inputs) for _ in range(3)]
+        found[name] = losses_of(work)
     return found
 
 
@@ -84,7 +89,7 @@ def test_every_variant_of_fsdp_trains_the_model_of_one_process() -> None:
 def test_a_step_is_profiled_after_it_is_warm() -> None:
     work = step(PROBLEM, **TINY, profile=True)
     assert work.facts["streams"] == summary([])  # there is no GPU in this test
-    assert work.run(*work.inputs) < losses({})[2]  # it is the fourth step
+    assert work.run(*work.inputs) < losses({})[2]  # it is the loss of the fourth step
 
 
 def test_the_profile_says_what_is_exposed() -> None:
@@ -98,6 +103,13 @@ def test_the_profile_says_what_is_exposed() -> None:
     }  # fmt: skip
     assert found["streams"]["7"] == {"busy": 5.5, "kernels": 3, "longest": {"gemm": 5.0, "copy": 0.5}}
     assert list(found["streams"]) == ["7", "20", "24"]
+
+
+def test_the_profile_is_that_of_the_second_step() -> None:
+    first = [Kernel("gemm", 7, 0.0, 4.0), Kernel("ncclDevKernel_AllGather", 20, 3.0, 4.5)]
+    spin = [Kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 7, at, at + 0.5) for at in (-1.0, 5.0)]
+    second = [Kernel("gemm", 7, 5.5, 9.0), Kernel("ncclDevKernel_AllGather", 20, 6.0, 7.0)]
+    assert after_mark([*first, *spin, *second]) == second
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=8))

@@ -27,6 +27,7 @@ def test_a_step_learns_and_compiles_once_for_all_blocks(mixer):
         torch.manual_seed(0)
         work = step(problem_of(mixer), mixer, compiler=compiler, **SMALL)
         call = call_of(work, STEP)
+        assert call() is None
         losses.append([call() for _ in range(3)])
         assert work.facts["operator_seconds"] > 0
         assert ("implementation" in work.facts) == (mixer != "attention")
@@ -39,8 +40,10 @@ def test_a_step_learns_and_compiles_once_for_all_blocks(mixer):
 def test_a_loss_that_is_not_finite_is_no_result(monkeypatch):
     monkeypatch.setattr(LanguageModel, "losses", lambda self, ids, targets, recompute: self(ids) * torch.nan)
     work = step(problem_of("mlstm_sig"), "mlstm_sig", **SMALL)
+    call = call_of(work, STEP)
+    call()
     with pytest.raises(RuntimeError, match="loss nan, gradient norm nan"):
-        call_of(work, STEP)()
+        call()
 
 
 def test_the_suites_models_are_those_of_table_4():

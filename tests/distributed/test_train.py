@@ -28,6 +28,7 @@ MIXED = Model(
     d_model=32, num_blocks=4, num_heads=2, mamba_head_dim=16, mamba_state_dim=8,
     layers=("gated_delta_net", "attention", "mamba2", "kda"),
 )  # fmt: skip
+UNBROKEN: dict[str, Any] = {"eval_every": 100, "checkpoint_every": 100}
 HSDP, TP, CP, CP_TP = Parallel(dp_replicate=2), Parallel(tp=2), Parallel(cp=4), Parallel(cp=2, tp=2)
 
 
@@ -59,6 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(replace(mixed, run=folder / "mixed-cp-tp", parallel=CP_TP)),
         Job(replace(mixed, run=folder / "mixed-zigzag", parallel=Parallel(cp=2, cp_order="zigzag"))),
         Job(replace(mixed, run=folder / "mixed-fsdp-tp", parallel=TP), copy=(folder / "mixed-cp-tp", 4)),
+        Job(replace(fsdp, run=folder / "stopped", **UNBROKEN), signal_after=1),
+        Job(replace(fsdp, run=folder / "stopped", **UNBROKEN)),
         Job(replace(fsdp, run=folder / "full-disk"), copy=(folder / "fsdp", 2), full_disk=True),
     ]
     run_jobs(PROCESSES, four, folder)
@@ -111,6 +114,19 @@ def test_a_run_continues_bit_for_bit_in_the_same_layout(runs: Path, name: str) -
     again, whole = weights(runs / f"{name}-{name}"), weights(runs / name)
     assert all(torch.equal(again[key], whole[key]) for key in whole)
     assert len(whole) > 20
+
+
+def test_a_signal_of_one_process_stops_all_after_the_same_step(runs: Path) -> None:
+    """Process 1 catches it while step 2 is computed; all know of it once step 3 is enqueued, which they finish."""
+    assert [(runs / f"stopped-{rank}").read_text() for rank in range(PROCESSES)] == ["3 2"] * PROCESSES
+    found, whole = curve(runs / "stopped"), curve(runs / "fsdp")
+    assert found == {key: whole[key] for key in whole if key != ("eval", 3)}
+    again, expected = weights(runs / "stopped"), weights(runs / "fsdp")
+    assert all(torch.equal(again[key], expected[key]) for key in expected)
+    assert [path.name for path in sorted((runs / "stopped" / "checkpoints").glob("step-*"))] == [
+        "step-00000003",
+        "step-00000006",
+    ]
 
 
 def test_one_process_continues_a_run_of_four(runs: Path) -> None:

@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_mean_loss_with_the_norm_clipped(micro_batche
     x = torch.randn(6, 4)
     expected = torch.autograd.grad(model(x).square().mean(), [model.weight, model.bias])
     norm = torch.cat([g.flatten() for g in expected]).norm().item()
-    found = clipped_gradients(model, lambda x: model(x).square(), x.chunk(micro_batches), norm / 2).reading()()
+    found = clipped_gradients(model, lambda x: model(x).square(), x.chunk(micro_batches), norm / 2).reading().read()
     assert found == pytest.approx((model(x).square().mean().item(), norm), rel=1e-5)
     for p, g in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, g / 2, rtol=1e-4, atol=1e-6)

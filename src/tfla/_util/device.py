@@ -1,8 +1,9 @@
-"""Checks of device names."""
+"""Checks of device names, and tensors that are sent to a device."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tfla._util.errors import UserError
 
@@ -41,6 +42,16 @@ def pick_device(name: str) -> torch.device:
     if device.type == "meta":
         raise UserError(f"device: got 'meta', whose tensors hold no numbers, expected {expected_devices()}")
     return device
+
+
+def send(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device, where the host does not wait for what a GPU has to compute before.
+
+    A plain copy from main memory waits for all that is enqueued; one from pinned memory is enqueued after it.
+    """
+    if x.device.type == "cpu" and torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def expected_devices() -> str:

@@ -35,8 +35,9 @@ def step(
 ) -> Work:
     """Return a training step of this process's part of a batch: random tokens, one document a sequence.
 
-    Weights are in float32, under autocast to the problem's dtype. "allocated_bytes" among the facts of the result is
-    the most that this process has held on its GPU, weights and the optimizer's states included.
+    A call returns the loss of the call before, see :func:`tfla.bench.training.update`. Weights are in float32, under
+    autocast to the problem's dtype. "allocated_bytes" among the facts of the result is the most that this process has
+    held on its GPU, weights and the optimizer's states included.
 
     Args:
         problem: B are the sequences of all processes together.
@@ -49,12 +50,13 @@ def step(
         passes: the parts of a batch whose gradients are accumulated.
         reduce_each_pass: whether FSDP2 reduces gradients after each of them, or once.
         dtypes: the dtypes of FSDP2's `MixedPrecisionPolicy` by name, such as "reduce_dtype"; None is float32.
-        profile: also profile a step: "streams" among the facts is its :func:`tfla.bench.stream_profile.summary`.
+        profile: also profile a step that follows another one: "streams" among the facts is its
+            :func:`tfla.bench.stream_profile.summary`.
         options: further options of :func:`tfla.distributed.parallelize`. Without reshard_after_forward, weights are
             gathered as `tfla train` does by default.
 
     Raises:
-        RuntimeError: a step's loss or gradients are not finite.
+        RuntimeError: the loss or the gradients of the step before are not finite.
     """
     torch.manual_seed(0)  # every process draws the same weights and the whole batch, and keeps its part
     model = random_model(problem, mixer, blocks, vocab)
@@ -93,11 +95,13 @@ def step(
 
     train = update(model, losses, ranks, passes, reduce_each_pass)
 
-    def run(windows: Tensor) -> float:
+    def run(windows: Tensor) -> float | None:
         loss = train(windows)
         if windows.is_cuda:
             facts["allocated_bytes"] = max(facts.get("allocated_bytes", 0), torch.cuda.max_memory_allocated())
-        # The mean over all processes, which also makes each step end on all of them at once.
+        if loss is None:
+            return None
+        # The mean over all processes, as in `tfla train`: so no host is ahead of another by more than a step.
         return math.fsum(part for (part,) in ranks.gather([loss])) / ranks.size
 
     if profile:

@@ -19,7 +19,7 @@ from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.train.config import Optim
 from tfla.train.layout import compiled
 from tfla.train.ranks import ONE_PROCESS, Ranks
-from tfla.train.recipe import clipped_gradients, optimizer
+from tfla.train.recipe import ClippedReading, clipped_gradients, optimizer
 
 BRIEF = Sampling(repeats=5, warmup=3, pause=0.0, patience=0.1, sustained=0.1)
 
@@ -34,15 +34,16 @@ def step(
 ) -> Work:
     """Return a training step: forward, loss, backward, clipping and AdamW on random tokens, one document a sequence.
 
-    Weights are in float32, under autocast to the problem's dtype. Beforehand the operator alone is timed at its shapes,
-    forward and backward back to back: that, times the blocks, is "operator_seconds".
+    A call returns the loss of the call before, see :func:`update`. Weights are in float32, under autocast to the
+    problem's dtype. Beforehand the operator alone is timed at its shapes, forward and backward back to back: that,
+    times the blocks, is "operator_seconds".
 
     Args:
         compiler: the backend of torch.compile; None is eager mode.
         attention: torch's backend of attention.
 
     Raises:
-        RuntimeError: a step's loss or gradients are not finite.
+        RuntimeError: the loss or the gradients of the step before are not finite.
     """
     operator = sdpa(problem, attention) if mixer == "attention" else mlstm(problem, _gate(mixer))
     row = measure(call_of(operator, BOTH), clock_of(problem.device), BRIEF)
@@ -77,8 +78,10 @@ def update(
     ranks: Ranks = ONE_PROCESS,
     passes: int = 1,
     reduce_each_pass: bool = True,
-) -> Callable[[Tensor], float]:
-    """Return the function that updates a model once: windows -> the mean loss of this process.
+) -> Callable[[Tensor], float | None]:
+    """Return the function that updates a model once: windows -> the mean loss of this process one update before.
+
+    The loss is read one step late, as in `tfla train`; the first call has none to return.
 
     Args:
         model: the model.
@@ -88,17 +91,21 @@ def update(
         reduce_each_pass: whether FSDP2 reduces gradients after each of them, or once.
 
     Raises:
-        RuntimeError: a step's loss or gradients are not finite.
+        RuntimeError: the loss or the gradients of the step before are not finite.
     """
     recipe = Optim(lr=8e-4)  # table 4, 1.4B
     adamw = optimizer(model, recipe)
+    pending: ClippedReading | None = None  # of the step that is enqueued
 
-    def run(windows: Tensor) -> float:
-        parts = windows.chunk(passes)
-        read = clipped_gradients(model, losses, parts, recipe.clip, ranks, reduce_each_pass).reading()
+    def run(windows: Tensor) -> float | None:
+        nonlocal pending
+        parts, before = windows.chunk(passes), pending
+        pending = clipped_gradients(model, losses, parts, recipe.clip, ranks, reduce_each_pass).reading()
         adamw.step()
         adamw.zero_grad()  # only weights and moments are kept between steps
-        loss, norm = read()
+        if before is None:
+            return None
+        loss, norm = before.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
         return loss

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla._util.device import send
 from tfla.nn import LanguageModel
 from tfla.train.data import Tokens, heldout_windows
 from tfla.train.ranks import ALL_STEPS, ONE_PROCESS, Ranks, StepsPart
@@ -39,8 +40,8 @@ def token_losses(
         reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
             as sequences.
         steps: this process's part of the steps of the rows. With cu_seqlens the rows are cut as one sequence.
-        device: the device of the model; None is that of the windows. With cu_seqlens, windows on the CPU cost no
-            synchronization.
+        device: the device of the model; None is that of the windows. From windows on the CPU the host enqueues all of
+            it ahead of a GPU; with cu_seqlens, windows on a GPU cost a synchronization.
         recompute_logits: whether a LanguageModel holds the logits of a part of the tokens at a time, and computes them
             again in the backward.
 
@@ -51,12 +52,12 @@ def token_losses(
     device = windows.device if device is None else device
     options: dict[str, Any] = {}
     if reset == "gate":
-        options["document_start"] = (_own_part(ids, reset, steps) == bos).to(device)
+        options["document_start"] = send(_own_part(ids, reset, steps) == bos, device)
     else:
         cu_seqlens = document_cu_seqlens(ids, bos)
         # The operator reads the offsets of sequences that processes share on the host.
-        options["cu_seqlens"] = cu_seqlens.to(device) if steps.parts == 1 else cu_seqlens.cpu()
-    ids, targets = _own_part(ids, reset, steps).to(device), _own_part(targets, reset, steps).to(device)
+        options["cu_seqlens"] = send(cu_seqlens, device) if steps.parts == 1 else cu_seqlens.cpu()
+    ids, targets = send(_own_part(ids, reset, steps), device), send(_own_part(targets, reset, steps), device)
     shape = targets.shape
     if reset == "cu_seqlens":
         ids, targets = ids.reshape(1, -1), targets.reshape(1, -1)

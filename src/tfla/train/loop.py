@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tfla._util.device import pick_device
 from tfla._util.errors import UserError, notice, reason
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.bar import StepBar
 from tfla.train.checkpoint import Checkpoints, restore
 from tfla.train.config import TrainConfig, from_json, to_json
 from tfla.train.data import Batches, Tokens, fingerprint, read_tokens
@@ -27,6 +25,7 @@ from tfla.train.input_gates import InputGateMonitor
 from tfla.train.layout import autocast_of, distribute
 from tfla.train.logging import Metrics, plot_curves
 from tfla.train.memory import peak_memory
+from tfla.train.pending import PendingStep
 from tfla.train.preparation import prepare_run
 from tfla.train.ranks import Ranks, join_ranks
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
@@ -107,7 +106,9 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
 
 
 class _Training:
-    """A run between its steps: the model, the optimizer, the number of updates done, and the files that are written.
+    """A run: the model, the optimizer, the number of updates done, and the files that are written.
+
+    The host reads the loss of an update after it has enqueued the next one, see :mod:`tfla.train.pending`.
 
     Args:
         config: the options of the run.
@@ -140,6 +141,7 @@ class _Training:
         self.optimizer = optimizer(self.model, config.optim)
         self.step = 0
         self.progress: dict[str, Any] = {"elapsed": 0.0}
+        self.timed_from: float | None = None  # when the last step ended; None before a step that has its own start
         if latest is not None:
             self.step, self.progress = restore(latest, self.model, self.optimizer, ranks)
         if ranks.first:
@@ -174,44 +176,42 @@ class _Training:
         """Train as :meth:`run` does, with the errors of the libraries."""
         config = self.config
         saved_step = self.step
-        bits_per_byte = self._evaluate().bits_per_byte if self.step == 0 else None
-        bar = tqdm(
-            total=config.steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10, disable=not self.ranks.first,
-        )  # fmt: skip
+        untrained = self._evaluate() if self.step == 0 else None
+        bar = StepBar(config.steps, self.step, visible=self.ranks.first)
+        if untrained is not None:
+            bar.show_evaluation(untrained.bits_per_byte)
         stopped_by = 0
+        pending: PendingStep | None = None
         with catch_stop_signals(notice if self.ranks.first else None, self.ranks.size) as stop:
-            with bar:
+            with closing(bar):
                 while self.step < config.steps and not stopped_by:
-                    loss, tokens_per_s, stopped_by = self._update(stop)
+                    before, pending = pending, self._enqueue()
+                    if before is not None:
+                        stopped_by = self._finish(before, stop, bar)
+                    evaluates = self.step % config.eval_every == 0 or self.step == config.steps
+                    saves = self.step % config.checkpoint_every == 0
+                    if evaluates or saves:  # the loss of what is saved is checked, and recorded before its evaluation
+                        stopped_by, pending = self._finish(pending, stop, bar) or stopped_by, None
+                        self.timed_from = None  # no step has their time
                     self.checkpoints.raise_failure()
-                    if self.step % config.eval_every == 0 or self.step == config.steps:
-                        bits_per_byte = self._evaluate().bits_per_byte
-                    if self.step % config.checkpoint_every == 0:
+                    if evaluates:
+                        bar.show_evaluation(self._evaluate().bits_per_byte)
+                    if saves:
                         saved_step = self._save()
-                    shown = {"loss": f"{loss:.3f}", "tokens/s": f"{tokens_per_s:,.0f}"}
-                    if bits_per_byte is not None:
-                        shown["held-out bits/byte"] = f"{bits_per_byte:.3f}"
-                    bar.set_postfix(shown, refresh=False)
-                    bar.update()
                     if stop and self.ranks.size == 1:
                         stopped_by = stop[0]
+                if pending is not None:
+                    self._finish(pending, stop, bar)
             if saved_step != self.step:
                 self._save()
             self.checkpoints.finish()
         return stopped_by if self.step < config.steps else None
 
-    def _update(self, stop: list[int]) -> tuple[float, float, int]:
-        """Update the weights once.
-
-        Args:
-            stop: the signals that this process has caught.
-
-        Returns:
-            the loss, the tokens per second, and the number of a signal that any process has caught, else 0.
-        """
+    def _enqueue(self) -> PendingStep:
+        """Enqueue the next update of the weights, without waiting for any of its numbers."""
         config = self.config
-        started = time.perf_counter()
+        if self.timed_from is None:
+            self.timed_from = time.perf_counter()
         lr = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -222,30 +222,49 @@ class _Training:
             self.model, self._losses, micro_batches, config.optim.clip, self.ranks, config.parallel.reduce_each_pass
         )
         gate = self.input_gates.take()
-        read = clipped.reading(*([] if gate is None else [gate]))
-        self.optimizer.step()  # enqueued before the host waits, so that no device waits for the host
-        loss, norm, *largest = read()
-        gathered = self.ranks.gather(
-            [loss, *(largest or [-math.inf]), float(stop[0] if stop else 0), peak_memory(self.device)]
-        )
-        losses, gates, signals, peaks = zip(*gathered, strict=True)
-        loss = math.fsum(losses) / len(losses)
-        if not (abs(loss) < float("inf") and norm < float("inf")):
+        reading = clipped.reading(*([] if gate is None else [gate]))
+        self.optimizer.step()
+        self.step += 1
+        computed = time.perf_counter() if reading.arrived() else None
+        return PendingStep(self.step, lr, peak_memory(self.device), reading, computed)
+
+    def _finish(self, pending: PendingStep, stop: list[int], bar: StepBar) -> int:
+        """Wait for the numbers of an update, check them and record them.
+
+        The seconds of a step are those from the end of the last reading to the end of its own, in which the device
+        computes one step. The first step of a run, and the first one after an evaluation or a checkpoint, is timed from
+        its own start. A step that was computed before the host had enqueued all of it, as on a CPU, ended then.
+
+        Args:
+            pending: the update.
+            stop: the signals that this process has caught.
+            bar: the progress bar.
+
+        Returns:
+            the number of a signal that any process has caught, else 0.
+
+        Raises:
+            UserError: the loss or the norm of the gradients is not finite.
+        """
+        numbers = pending.read(self.ranks, stop[0] if stop else 0)
+        if not numbers.finite:
             raise UserError(
-                f"step {self.step + 1}: loss {loss}, gradient norm {norm}: training has failed; "
+                f"step {pending.step}: loss {numbers.loss}, gradient norm {numbers.grad_norm}: training has failed; "
                 f"try a lower optim.lr. {self.checkpoints.last_good()}"
             )
-        self.step += 1
-
-        seconds = time.perf_counter() - started
+        assert self.timed_from is not None
+        ended = time.perf_counter() if pending.computed is None else pending.computed
+        seconds, self.timed_from = ended - self.timed_from, ended
         self.progress["elapsed"] += seconds
-        tokens_per_s = config.batch_size * config.context / seconds
+        tokens_per_s = self.config.batch_size * self.config.context / seconds
         self._record(
-            "train", self.step, loss=loss, lr=lr, grad_norm=norm, max_input_gate=None if gate is None else max(gates),
-            tokens_per_s=tokens_per_s, tokens_per_s_per_process=tokens_per_s / self.ranks.size,
-            peak_memory=int(max(peaks)), elapsed=self.progress["elapsed"],
+            "train", pending.step, loss=numbers.loss, lr=pending.lr, grad_norm=numbers.grad_norm,
+            max_input_gate=numbers.max_input_gate, tokens_per_s=tokens_per_s,
+            tokens_per_s_per_process=tokens_per_s / self.ranks.size, peak_memory=numbers.peak_memory,
+            elapsed=self.progress["elapsed"],
         )  # fmt: skip
-        return loss, tokens_per_s, int(max(signals))
+        bar.advance(numbers.loss, tokens_per_s)
+        return numbers.signal
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Return the loss of every token of windows (B, T + 1): (B, T)."""

@@ -11,7 +11,8 @@ from torch import Tensor
 class Reading:
     """Numbers on their way from a device to the host.
 
-    On a GPU the host waits for them alone when it reads them, so that it may enqueue an update of the weights before.
+    On a GPU the host waits for them alone when it reads them, so that it may enqueue an update of the weights and the
+    next step before.
 
     Args:
         values: tensors of one element each.
@@ -29,6 +30,12 @@ class Reading:
     def _start(value: Tensor) -> Tensor:
         """Start the copy of a tensor to main memory."""
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+    def arrived(self) -> bool:
+        """Return whether the numbers can be read without waiting."""
+        if self._event is not None:
+            return self._event.query()
+        return all(value.device.type == "cpu" for value in self._values)
 
     def read(self) -> list[float]:
         """Wait for the numbers and return them."""

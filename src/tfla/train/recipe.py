@@ -49,19 +49,30 @@ class Clipped(NamedTuple):
     norm: Tensor
     """The norm of all gradients before clipping."""
 
-    def reading(self, *more: Tensor) -> Callable[[], tuple[float, ...]]:
-        """Return the function that waits for the mean loss, the norm and further numbers, and returns them.
+    def reading(self, *more: Tensor) -> ClippedReading:
+        """Start to read the mean loss, the norm and further numbers.
 
-        It does not wait for what is enqueued after this call, such as the update of the weights: a host that enqueues
-        that first keeps its lead over the device.
+        The reading does not wait for what is enqueued after this call, such as the update of the weights: a host that
+        enqueues that and the next step first keeps its lead over the device.
         """
-        reading = Reading([*self.means, self.norm, *more])
+        return ClippedReading(Reading([*self.means, self.norm, *more]), len(self.means))
 
-        def read() -> tuple[float, ...]:
-            values, count = reading.read(), len(self.means)
-            return math.fsum(values[:count]) / count, *values[count:]
 
-        return read
+class ClippedReading(NamedTuple):
+    """The losses, the norm of the gradients and further numbers of an update, on their way to the host."""
+
+    reading: Reading
+    passes: int
+    """The number of losses."""
+
+    def arrived(self) -> bool:
+        """Return whether the numbers can be read without waiting."""
+        return self.reading.arrived()
+
+    def read(self) -> tuple[float, ...]:
+        """Wait for the mean loss of this process, the norm and the further numbers, and return them."""
+        values = self.reading.read()
+        return math.fsum(values[: self.passes]) / self.passes, *values[self.passes :]
 
 
 def clipped_gradients(
