@@ -118,9 +118,14 @@ def test_a_run_that_a_signal_stops_continues_as_if_it_had_not(
     assert all(torch.equal(weight, expected[name]) for name, weight in final_weights(stopped).items())
 
 
-@pytest.mark.parametrize(("enqueue", "compute"), [(0.25, 1.0), (1.0, 0.25)], ids=["device", "host"])
+@pytest.mark.parametrize(
+    ("enqueue", "compute"), [(0.25, 1.0), (1.0, 0.25), (1.0, 0.0)], ids=["device", "host", "no device"]
+)
 def test_a_step_takes_the_seconds_between_two_readings(tiny, monkeypatch, enqueue: float, compute: float) -> None:
-    """The clock is that of a host and a device, of which one is slower; evaluations and checkpoints take 100 s each."""
+    """The clock is that of a host and a device, of which one is slower; evaluations and checkpoints take 100 s each.
+
+    Without a device a step is computed while it is enqueued.
+    """
     now, ends = 0.0, [0.0]  # of the host, and of what the device has to compute
 
     def enqueued(*args: Any, **kwargs: Any) -> Any:
@@ -158,6 +163,8 @@ def test_a_step_takes_the_seconds_between_two_readings(tiny, monkeypatch, enqueu
     if compute > enqueue:
         expected = [own_start if step in (1, 6, 9, 11) else compute for step in range(1, 13)]
         assert seconds == pytest.approx(expected)
+    if not compute:
+        assert seconds == pytest.approx([enqueue] * 12)
     assert max(seconds) < 3 * max(enqueue, compute)
     assert steps[-1]["elapsed"] == pytest.approx(sum(seconds))
     assert sum(seconds) == pytest.approx(now - 6 * 100.0)  # four evaluations and two checkpoints
