@@ -7,8 +7,8 @@ TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] 
 parallelism, and rows a forward of packed sequences whose states are rows of a pool; of decoding, whose kernel is
 "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. The delta rule is the kernel
 "delta" with [packed] [state] [forward] [normalized] [strided] [float32] [single], strided being strides that no TMA
-descriptor has, float32 the dtype of gates and beta, otherwise dtype, normalized a forward without gradients of a call
-that normalizes q and k, and single a call of one head; with [weighted] gla has input gates, too. Its decoding is
+descriptor has, float32 the dtype of gates and beta, otherwise dtype, normalized a call that normalizes q and k, with
+forward without gradients, and single a call of one head; with [weighted] gla has input gates, too. Its decoding is
 "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the
 kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled.
 With [parallel] only the kernels of context parallelism are compiled, and with [only=NAME+NAME] only those of these
@@ -263,15 +263,16 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     if "normalized" in variant:
         options["normalize_qk"] = True
-    leaves = {name: t.requires_grad_("normalized" not in variant) for name, t in x.items()}
+    keeps = "forward" not in variant or "normalized" not in variant
+    leaves = {name: t.requires_grad_(keeps) for name, t in x.items()}
     operator = tfla.linear_attention if model == "gla" else tfla.delta_rule
     if "state" in variant:
-        C = torch.randn(2 if "packed" in variant else 1, heads, K, V, requires_grad="normalized" not in variant)
+        C = torch.randn(2 if "packed" in variant else 1, heads, K, V, requires_grad=keeps)
         h, last = operator(**leaves, initial_state=tfla.State(C), return_state=True, **options)
         outputs, leaves["C"] = [h, last.C], C
     else:
         outputs = [operator(**leaves, **options)]
-    if "forward" not in variant and "normalized" not in variant:
+    if "forward" not in variant:
         torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(t) for t in outputs])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, error
-from delta_cases import DeltaProblem, delta_problem, truth
+from delta_cases import DeltaProblem, delta_problem, recurrence, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, inputs, pytestmark, simulation
@@ -24,19 +24,42 @@ from tfla.ops.delta_activations import normalized
 __all__ = ["pytestmark", "simulation"]  # the marks and the fixture of the other tests of these kernels
 
 
-def drawn(model: str, **sizes: Any) -> DeltaProblem:
-    """Return a problem whose q and k have norms from 0.05 to 20, and a few rows of zeros."""
+def drawn(model: str, zeros: bool = True, **sizes: Any) -> DeltaProblem:
+    """Return a problem whose q and k have norms from 0.05 to 20 or more, and a few rows of zeros if these are asked."""
     p = delta_problem(model, **{"K": 128, "V": 128, "B": 1, **sizes}, dtype=DTYPE)
     generator = torch.Generator().manual_seed(1)
     q, k = ((t * torch.exp(6 * torch.rand(*t.shape[:3], 1, generator=generator) - 3)).to(DTYPE) for t in (p.x.q, p.x.k))
-    q[:, 2::31] = 0.0
-    k[:, 3::29] = 0.0
+    if zeros:
+        q[:, 2::31] = 0.0
+        k[:, 3::29] = 0.0
     return dataclasses.replace(p, x=p.x._replace(q=q, k=k))
 
 
 def exact(p: DeltaProblem) -> dict[str, Tensor]:
     """Return `truth` of the problem with normalized q and k."""
     return truth(dataclasses.replace(p, x=p.x._replace(q=normalized(p.x.q.double()), k=normalized(p.x.k.double()))))
+
+
+def check_gradients(p: DeltaProblem) -> None:
+    """Check a forward that stores and its backward, launched and replayed; dq and dk are weighted by |q| and |k|."""
+    spec = p.spec("fused")._replace(normalize_qk=True)
+    assert BACKEND.normalizes(p.x, spec)
+    leaves = {name: t.detach().double().requires_grad_() for name, t in p.leaves.items()}
+    h, C = recurrence(p, leaves | {name: normalized(leaves[name]) for name in ("q", "k")})
+    total = (h * p.dh.double()).sum() + (C * p.dC.double()).sum()
+    expected = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+    for name in ("q", "k"):
+        expected[name] = expected[name] * leaves[name].norm(dim=-1, keepdim=True)
+    x = inputs(p)
+    for _ in range(2):
+        out = BACKEND.forward(x, spec)
+        found = BACKEND.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
+        assert error(out.h.cpu(), h.detach()) <= TOLERANCE[DTYPE]
+        for name, exact in expected.items():
+            grad = getattr(found, name).cpu().double()
+            if name in ("q", "k"):
+                grad = grad * leaves[name].norm(dim=-1, keepdim=True)
+            assert error(grad, exact.detach()) <= (2 if name == "log_f" else 1) * TOLERANCE[DTYPE], name
 
 
 def check(p: DeltaProblem, kernel: str = "fused", chunk_size: int = 1024) -> None:
@@ -65,6 +88,21 @@ def test_shapes(shape: dict[str, Any], model: str) -> None:
     check(drawn(model, **shape))
 
 
+GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a tile": ("gdn", {"T": 64, "H": 1, "Hq": 1, "carried": False}),
+    "several tiles": ("gdn", {"T": 330, "H": 1, "Hq": 1}),
+    "heads that share keys": ("gdn", {"T": 70, "Hq": 1, "H": 2}),
+    "packed": ("gdn", {"lengths": (0, 70, 3, 64), "Hq": 1}),
+    "72 x 64": ("gdn", {"T": 70, "K": 72, "V": 64, "B": 2}),
+    "without gates": ("deltanet", {"T": 130, "H": 1, "Hq": 1}),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_gradients(model: str, sizes: dict[str, Any]) -> None:
+    check_gradients(drawn(model, zeros=False, **sizes))
+
+
 @pytest.mark.parametrize("gates", ["long", "half", "resets"])
 def test_gates(gates: str) -> None:
     check(drawn("gdn", T=200, H=1, Hq=1, gates=gates, alike=0.9))
@@ -81,27 +119,51 @@ def test_any_problem(T: int, K: int, V: int, seed: int) -> None:
     check(drawn("gdn", T=T, K=K, V=V, H=2, Hq=1, seed=seed))
 
 
-def test_operator_launches_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gradients the kernels read q and k as they are; with gradients they read normalized ones."""
-    p = drawn("gdn", T=70)
+@pytest.mark.parametrize(("V", "options"), [(128, {}), (136, {}), (64, {"kernel": "segmented", "chunk_size": 64})])
+def test_operator_launches_no_pass_of_its_own(
+    V: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The kernels read q and k as they are; with gradients also where heads are wide, or cut, they are normalized."""
+    p = drawn("gdn", zeros=False, T=130, V=V, H=1, Hq=1, carried=False)
     x, passes = inputs(p), []
     plain = fused_activations._Normalized.apply
     monkeypatch.setattr(fused_activations._Normalized, "apply", lambda x: passes.append(1) or plain(x))
 
     def run() -> Tensor:
         h: Tensor = tfla.delta_rule(
-            x.q, x.k, x.v, x.beta, x.log_f, normalize_qk=True, initial_state=tfla.State(x.C), scale=p.scale,
-            backend="hopper",
-        )  # fmt: skip
+            x.q, x.k, x.v, x.beta, x.log_f, normalize_qk=True, scale=p.scale, backend="hopper", **options
+        )
         return h
 
     with torch.no_grad():
         h = run()
     assert not passes
     assert error(h.cpu(), exact(p)["h"]) <= TOLERANCE[DTYPE]
-    x.q.requires_grad_()
-    assert error(run().detach().cpu(), exact(p)["h"]) <= TOLERANCE[DTYPE]
-    assert passes
+    leaves = [x.q.requires_grad_(), x.k.requires_grad_()]
+    found = torch.autograd.grad(run(), leaves, p.dh.to(DEVICE))
+    assert len(passes) == (0 if V == 128 else 2)
+    q, k = (t.detach().double().cpu().requires_grad_() for t in leaves)
+    every = {name: t.detach().double() for name, t in p.leaves.items()}
+    h, _ = recurrence(p, every | {"q": normalized(q), "k": normalized(k)})
+    for mine, expected, of in zip(found, torch.autograd.grad(h, (q, k), p.dh.double()), (q, k), strict=True):
+        weights = of.detach().norm(dim=-1, keepdim=True)
+        assert error(mine.cpu().double() * weights, expected * weights) <= TOLERANCE[DTYPE]
+
+
+def test_second_derivatives() -> None:
+    """The gradient of a gradient is that of the plain operations."""
+    p = drawn("gdn", zeros=False, T=5, H=1, Hq=1, carried=False)
+    x = inputs(p)
+
+    def second(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, ...]:
+        h = tfla.delta_rule(q, k, x.v.to(q.dtype), x.beta, x.log_f, normalize_qk=True, scale=p.scale, backend=backend)
+        first = torch.autograd.grad(h, (q, k), p.dh.to(h), create_graph=True)
+        return torch.autograd.grad(sum(t.float().square().sum() for t in first), (q, k))
+
+    mine = second(x.q.clone().requires_grad_(), x.k.clone().requires_grad_(), "hopper")
+    expected = second(x.q.double().requires_grad_(), x.k.double().requires_grad_(), "reference")
+    for found, exact_ in zip(mine, expected, strict=True):
+        assert error(found, exact_) <= 0.05
 
 
 def test_rows_of_a_pool() -> None:

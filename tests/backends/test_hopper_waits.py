@@ -62,7 +62,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "delta_action": [("gdn segments", {"K": 128, "V": 128, "T": 900, "H": 1}, None)],
     "delta_dv_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
-    "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_dq_dk": [
+        ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
+        ("gdn norms", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
+    ],
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "channel_operands": [("kda bfloat16", {"K": 136, "V": 64, "T": 70, "H": 1, "dtype": torch.bfloat16}, None)],
@@ -124,12 +127,21 @@ def check_delta_forward(p: DeltaProblem) -> None:
 
 
 def check_norms(p: DeltaProblem) -> None:
-    """h of the kernel with norms inside is that of Triton's kernels of normalized q and k."""
-    spec = p.spec("fused")._replace(save=False)
-    normalized = p.x._replace(q=functional.normalize(p.x.q, dim=-1), k=functional.normalize(p.x.k, dim=-1))
-    found = DELTA_BACKENDS["hopper"].forward(p.x, spec._replace(normalize_qk=True))
-    expected = DELTA_BACKENDS["triton"].forward(normalized, spec)
-    assert error(found.h, expected.h.double()) <= TOLERANCE[p.x.q.dtype]
+    """h, dq and dk of the kernels with norms inside are those of Triton's kernels of normalized q and k."""
+    spec = p.spec("fused")
+    q, k = (t.double().requires_grad_() for t in (p.x.q, p.x.k))
+    normalized = [functional.normalize(t, dim=-1) for t in (q, k)]
+    plain = p.x._replace(q=normalized[0].detach().to(p.x.q.dtype), k=normalized[1].detach().to(p.x.k.dtype))
+    out = {"triton": DELTA_BACKENDS["triton"].forward(plain, spec)}
+    out["hopper"] = DELTA_BACKENDS["hopper"].forward(p.x, spec._replace(normalize_qk=True))
+    assert error(out["hopper"].h, out["triton"].h.double()) <= TOLERANCE[p.x.q.dtype]
+    found = DELTA_BACKENDS["hopper"].backward(p.x, out["hopper"], p.dh, p.dC.float(), spec._replace(normalize_qk=True))
+    by_triton = DELTA_BACKENDS["triton"].backward(plain, out["triton"], p.dh, p.dC.float(), spec)
+    expected = torch.autograd.grad(normalized, (q, k), [by_triton.q.double(), by_triton.k.double()])
+    for mine, exact in zip((found.q, found.k), expected, strict=True):
+        assert error(mine, exact) <= 2 * TOLERANCE[p.x.q.dtype]
+    assert found.log_f is not None
+    assert error(found.log_f, by_triton.log_f.double()) <= 2 * TOLERANCE[p.x.q.dtype]
 
 
 def check_segments(p: DeltaProblem) -> None:

@@ -86,7 +86,9 @@ class DeltaOutputs(NamedTuple):
     C: Tensor  # (N, H, dqk, dhv), final states
     E: Tensor  # (B, T, H, dhv), prediction errors
     X: Tensor  # (B, T, H, TILE), the rows of X of every tile; columns beyond the tile's steps are not read
-    chunk_C: Tensor  # (rows, H, dqk, dhv), states at the starts of chunks
+    # (rows, H, dqk, dhv), states at the starts of chunks; or, where the kernels normalize q and k
+    # (`DeltaBackend.normalizes`), (2, B, T, H) float32, 1 / |q| and 1 / |k|.
+    chunk_C: Tensor
 
 
 class DeltaGrads(NamedTuple):
@@ -166,7 +168,10 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         return self.kernels[0]
 
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels of an eager call divide q and k by their norms themselves."""
+        """Return whether the kernels of an eager call divide q and k by their norms themselves.
+
+        Then they store no states of chunks.
+        """
         return False
 
     @abstractmethod

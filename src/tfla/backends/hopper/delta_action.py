@@ -295,8 +295,8 @@ def launch(
     half = COLUMNS.value // 2
     base.launch(delta_action_kernel, host.grid(base, ceil_div(base.V, COLUMNS.value) + 1),
         host.descriptor(base, x.k, ROWS.value), host.descriptor(base, x.v, half), host.descriptor(base, X, base.L),
-        gates, ctx.beta, gates if ctx.key_norms is None else ctx.key_norms, gates if given is None else given, added,
+        gates, ctx.beta, (ctx.norms_apart or (gates, gates))[0], gates if given is None else given, added,
         transitions, base.schedule, *delta_tiles.kernel_scalars(ctx), segments, DK=base.K, DV=base.V, L=base.L,
-        GATED=ctx.gated, LAST=ctx.spec.save, NORMALIZED=ctx.key_norms is not None, IS_VARLEN=base.packed,
+        GATED=ctx.gated, LAST=ctx.spec.save, NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed,
         USE_INITIAL_STATE=given is not None, WHOLE=not segments, num_warps=4,
     )  # fmt: skip

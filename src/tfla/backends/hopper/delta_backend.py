@@ -26,6 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 ALIGNMENT = 16  # bytes, of addresses that TMA takes
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
 LARGEST_BY_CHANNEL = 256, 4096  # dqk and dhv with a gate for each channel
+LARGEST_WITH_NORMS = 128  # dhv of a backward whose kernels divide q and k by their norms
 
 
 def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
@@ -116,10 +117,15 @@ class HopperDelta(TritonDelta):
         return x.v.shape[0] * x.v.shape[2], processors(x.q.device)
 
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels divide q and k by their norms: those with one gate a step, without gradients."""
+        """Return whether the kernels divide q and k by their norms: those with at most one gate a step.
+
+        Those of the backward do so for whole sequences where dhv is at most 128.
+        """
         from tfla.backends.triton import delta
 
-        return not (spec.save or delta.takes_channel_kernels(x, spec))
+        if delta.takes_channel_kernels(x, spec):
+            return False
+        return not spec.save or (spec.kernel != BY_SEGMENTS and x.v.shape[3] <= LARGEST_WITH_NORMS)
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""

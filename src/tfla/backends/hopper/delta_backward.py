@@ -131,7 +131,7 @@ def launch_scans(
     if parts == 1:
         dq = base.new(*shape, base.K, dtype=dtype)
         sequences.clear(base, dq)
-        delta_dq_dk.launch(ctx, gates, E, dh, dv, do_e, dq, dk, dk_w, sums, initial=C)
+        delta_dq_dk.launch(ctx, gates, E, dh, dv, do_e, dq, dk, dk_w, sums, dbeta, initial=C)
     else:
         scan = ScanOfReader(ctx, padded, gates, E, do_e, sums, results.pad_state(padded, C, None)[0])
         scan.launch(dq_dk.READ_KEYS, dv, dk_w, dk)

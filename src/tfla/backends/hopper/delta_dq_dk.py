@@ -29,6 +29,15 @@ by them cancel in dlog_f, and rounding errors of W would not cancel. With gates 
 the gates, (B7). They leave out the pair of a step with itself, since no gate lies between the write and the read of one
 step.
 
+With NORMALIZED q and k are divided by their norms. r = 1 / |k| and r_q = 1 / |q| are factors of the weights of reads
+and writes, so that dq and dk come out as those of the normalized q and k times r_q and r. What is left of the norms'
+own gradient is a correction by rows, before step (8):
+
+    dq <- dq - q r_q^2 (q . dq),   dk <- dk - k r^2 (k . dk)
+
+Of k . dk, the part of what keys write is beta dbeta. The rest of both inner products are the sums of (3) and (10), for
+each reader apart and with the pair of a step with itself. A dot warp adds them up while (5) and (6) run.
+
 dk_w is never in shared memory: each thread loads what it adds to, see `delta_dk_w.py`. dk can lie in its memory.
 
 The docstring of `dq_dk.py` shows which partition waits for which. A stage of the ring has 80 KiB: 16 KiB for each of
@@ -52,8 +61,9 @@ from tfla.backends.hopper import delta_dk_w, delta_tiles, host, mma, pipeline, s
 from tfla.backends.hopper.checkpoints import checkpoint_dots
 from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
-    NUM_VECTORS,
-    READ_WEIGHT,
+    KEY_NORM,
+    KEY_WRITE,
+    QUERY_NORM,
     ROWS,
     SAME_STEP,
     UPDATE_WEIGHT,
@@ -69,8 +79,15 @@ if TYPE_CHECKING:
 
 STAGES = gl.constexpr(2)  # stages of the ring, 80 KiB of tiles each
 # Parts of the sums of a stage: of reads eight, one for each warp of the consumers; of rows of W one for each consumer;
-# of columns of W one for each warp, of half of the columns.
-PARTS = gl.constexpr(16)  # a power of two; fourteen are used
+# of columns of W one for each warp, of half of the columns. With NORMALIZED two more are rows of S_k * (k k^T), by
+# consumers.
+PARTS = gl.constexpr(16)  # a power of two; the last two are used with NORMALIZED alone
+KEY_ROWS = gl.constexpr(14)  # the first of those
+# Vectors of a tile that the dot warp stores: the factors of q and k in the correction of dq and dk.
+QUERY_FACTOR = gl.constexpr(13)
+KEY_FACTOR = gl.constexpr(14)
+# Vectors of a tile that consumers store, the second one 8 vectors after the first: q . dq of a step's own write.
+OWN_READS = gl.constexpr(7)
 # Matrices in `p`: two of each, for this tile and the next.
 OF_QUERIES = gl.constexpr(0)
 OF_KEYS = gl.constexpr(2)
@@ -98,13 +115,64 @@ class SharedStorage(NamedTuple):
     e: Any  # (STAGES, L, COLUMNS)
     do: Any  # (STAGES, L, COLUMNS)
     dv: Any  # (STAGES, L, COLUMNS)
-    g: Any  # the vectors of each tile, (STAGES, NUM_VECTORS L)
+    g: Any  # the vectors of each tile, (STAGES, `delta_tiles.count_vectors` L)
     sums: Any  # for the store warp, (STAGES, PARTS L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
     # What consumers exchange:
     p: Any  # S_q, S_k and the rounding errors of S_q, of this tile and of the next, (6, L, L)
     ready: Any  # barriers, (2): both halves of them are stored
+    # With NORMALIZED:
+    key_reads: Any  # parts of k . dr of reads of earlier tiles, (1, 8 L)
+    summed: Any  # barrier: what the dot warp adds up is stored
+    factors: Any  # barrier: the dot warp has stored QUERY_FACTOR and KEY_FACTOR
+
+
+@gluon.jit
+def run_dot_warp(norms, query_norms, dbeta, beta, shared, params, config):
+    """Store the factors of q and k in the correction of dq and dk of each tile, with NORMALIZED.
+
+    Args:
+        norms, query_norms: 1 / |k| and 1 / |q|, (B, T, H).
+        dbeta: (B, T, H) float32.
+        beta: The source of beta.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
+    n = 0
+    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
+        first = (b.to(gl.int64) * params.T + start) * params.H + h
+        beta_at = beta.beta + (b.to(gl.int64) * beta.stride_b + h.to(gl.int64) * beta.stride_h)
+        beta_at += gl.to_tensor(start).to(gl.int64) * beta.stride_t
+        for i in range(0, (steps + L - 1) // L):
+            t = i * L + r
+            at = first + t.to(gl.int64) * params.H
+            exists = t < steps
+            written = gl.load(dbeta + at, mask=exists, other=0.0)
+            written *= gl.load(beta_at + t.to(gl.int64) * beta.stride_t, mask=exists, other=0.0).to(gl.float32)
+            of_key = gl.load(norms + at, mask=exists, other=0.0)
+            of_query = gl.load(query_norms + at, mask=exists, other=0.0)
+            s = n % STAGES
+            g = shared.g.index(s)
+            sums = shared.sums.index(s)
+            mbarrier.wait(shared.summed, n & 1)
+            key_reads = store_warp.add_parts(shared.key_reads.index(0), 0, store_warp.READ_PARTS, r)
+            key_rows = store_warp.add_parts(sums, KEY_ROWS, store_warp.ROW_PARTS, r)
+            dq = store_warp.add_parts(sums, 0, store_warp.READ_PARTS, r)
+            dq += store_warp.add_parts(sums, store_warp.READ_PARTS, store_warp.ROW_PARTS, r) - key_rows
+            part = sums.slice(0, L, 0)
+            part.store(part.load(r.type.layout) + key_reads)  # the store warp needs the sum of both readers
+            for half in gl.static_range(2):
+                dq += g.slice((OWN_READS + 8 * half) * L, L, 0).load(r.type.layout)
+            g.slice(QUERY_FACTOR * L, L, 0).store(dq * of_query * of_query)
+            g.slice(KEY_FACTOR * L, L, 0).store((key_reads + key_rows + written) * of_key * of_key)
+            pipeline.barrier()  # all of the warp has stored
+            mbarrier.arrive(shared.factors, count=1)
+            n += 1
 
 
 @gluon.jit
@@ -162,10 +230,11 @@ def issue_key_products(x, k, s, half: gl.constexpr, config):
 
 @gluon.jit
 def load_weights(shared, s, half: gl.constexpr, config):
-    """Return D B of the tile in stage s for one half of the columns, (L, L / 2), unmasked."""
+    """Return D B of the tile in stage s for one half of the columns, (L, L / 2), unmasked, B with r of NORMALIZED."""
     L: gl.constexpr = config.L
     D = delta_tiles.load_decays(shared, s, half, config)
-    write = shared.g.index(s).slice(WRITE * L + half * (L // 2), L // 2, 0)
+    vector: gl.constexpr = KEY_WRITE if config.NORMALIZED else WRITE
+    write = shared.g.index(s).slice(vector * L + half * (L // 2), L // 2, 0)
     return D * gl.expand_dims(write.load(gl.SliceLayout(0, D.type.layout)), 0)
 
 
@@ -175,7 +244,7 @@ def store_scores(S_q, S_k, QK, KK, n, s, ids, gmem, shared, half: gl.constexpr, 
 
     Args:
         S_q, S_k: do E^T and dv E^T, (L, L / 2).
-        QK, KK: q k^T and k k^T, (L, L / 2), which are read with gates.
+        QK, KK: q k^T and k k^T, (L, L / 2), which are read with gates or NORMALIZED.
         n: Number of the tile.
         s: Its stage.
         ids: Indices of what the consumer holds.
@@ -186,10 +255,26 @@ def store_scores(S_q, S_k, QK, KK, n, s, ids, gmem, shared, half: gl.constexpr, 
     """
     L: gl.constexpr = config.L
     weights = load_weights(shared, s, half, config)
-    S_q = mma.apply_causal_mask(S_q, weights * gmem.scale, ids.i, ids.j, half, False, True)
-    S_k = mma.apply_causal_mask(S_k, -weights, ids.i, ids.j, half, False, True)
-    if config.GATED:
-        store_warp.store_pairs(S_q * QK + S_k * KK, shared.sums.index(s), half, L)
+    if config.NORMALIZED:
+        g = shared.g.index(s)
+        sums = shared.sums.index(s)
+        layout: gl.constexpr = weights.type.layout
+        to_keys = weights * delta_tiles.load_row_norms(g, KEY_NORM, L, layout)
+        weights *= delta_tiles.load_row_norms(g, QUERY_NORM, L, layout)
+        S_q = mma.apply_causal_mask(S_q, weights * gmem.scale, ids.i, ids.j, half, False, True)
+        S_k = mma.apply_causal_mask(S_k, -to_keys, ids.i, ids.j, half, False, True)
+        # q . dq of a step's own write is q . k times SAME_STEP.
+        same = gl.expand_dims(g.slice(SAME_STEP * L, L, 0).load(gl.SliceLayout(1, layout)), 1)
+        own = gl.where(gl.expand_dims(ids.i, 1) == gl.expand_dims(half * (L // 2) + ids.j, 0), QK * same, 0.0)
+        g.slice((OWN_READS + 8 * half) * L, L, 0).store(gl.sum(own, 1))
+        KK *= S_k
+        sums.slice((KEY_ROWS + half) * L, L, 0).store(gl.sum(KK, 1))
+        store_warp.store_pairs(S_q * QK + KK, sums, half, L)
+    else:
+        S_q = mma.apply_causal_mask(S_q, weights * gmem.scale, ids.i, ids.j, half, False, True)
+        S_k = mma.apply_causal_mask(S_k, -weights, ids.i, ids.j, half, False, True)
+        if config.GATED:
+            store_warp.store_pairs(S_q * QK + S_k * KK, shared.sums.index(s), half, L)
     to = n % 2
     S_q, low = mma.split_in_two(S_q, shared.p.dtype)
     shared.p.index(LOW + to).slice(half * (L // 2), L // 2, 1).store(low)
@@ -214,7 +299,7 @@ def prepare_tile(C, U, U_low, pipe_state, ids, gmem, shared, half: gl.constexpr,
     mbarrier.wait(shared.full.index(s), phase)
     S_q, S_k = issue_scores(shared, s, half, config)
     QK, KK = S_q, S_k
-    if config.GATED:
+    if config.GATED or config.NORMALIZED:
         QK = issue_key_products(shared.q, shared.k, s, half, config)
         KK = issue_key_products(shared.k, shared.k, s, half, config)
         S_q, S_k, QK, KK, C, U, U_low = warpgroup_mma_wait(0, deps=[S_q, S_k, QK, KK, C, U, U_low])
@@ -230,7 +315,7 @@ def prepare_first_tile(ids, gmem, shared, half: gl.constexpr, config):
     mbarrier.wait(shared.full.index(0), 0)
     S_q, S_k = issue_scores(shared, 0, half, config)
     QK, KK = S_q, S_k
-    if config.GATED:
+    if config.GATED or config.NORMALIZED:
         QK = issue_key_products(shared.q, shared.k, 0, half, config)
         KK = issue_key_products(shared.k, shared.k, 0, half, config)
         S_q, S_k, QK, KK = warpgroup_mma_wait(0, deps=[S_q, S_k, QK, KK])
@@ -253,6 +338,13 @@ def store_output(x, to, out, t, work_tile, ids, params):
     to.reshape([x.shape[1], 64]).permute((1, 0)).store(x.to(to.dtype))
     fence_async_shared()
     pipeline.async_store(out, delta_tiles.output_coordinates(t, work_tile, ids, params), to)
+
+
+@gluon.jit
+def corrections(x, g, FACTOR: gl.constexpr, layout: gl.constexpr, L: gl.constexpr):
+    """Return what the norms of q or k take off its gradient, (64, L); x is the tile, (1, L, 1, 64)."""
+    x_t = x.reshape([L, 64]).permute((1, 0)).load(layout).to(gl.float32)
+    return x_t * delta_tiles.load_vector(g, FACTOR, L, layout)
 
 
 @gluon.jit
@@ -287,16 +379,23 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     # (2) dq and dk of the previous tile have left: its stage is empty.
     release_previous(pipe_state, shared)
     Q, R, A = warpgroup_mma_wait(0, deps=[Q, R, A])
-    weights = delta_tiles.load_vector(g, READ_WEIGHT, L, of_out)  # (1, L)
-    Q *= weights * gmem.scale
-    R *= -weights
+    Q *= delta_tiles.load_of_reads(g, True, L, of_out, config) * gmem.scale
+    R *= -delta_tiles.load_of_reads(g, False, L, of_out, config)
     k = shared.k.index(2 * s + half)
     k_t = k.reshape([L, 64]).permute((1, 0)).load(of_out)  # (64, L)
-    if config.GATED:
+    if config.GATED or config.NORMALIZED:
         # (3) q . dq + k . dr, summed over the consumer's rows
-        q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)
-        reads = Q * q_t.to(gl.float32) + R * k_t.to(gl.float32)
+        if config.NORMALIZED:
+            mma.store_partial_sums(R * k_t.to(gl.float32), shared.key_reads.index(0), half, L)
+            q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)
+            reads = Q * q_t.to(gl.float32)
+        else:
+            q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)
+            reads = Q * q_t.to(gl.float32) + R * k_t.to(gl.float32)
         mma.store_partial_sums(reads, shared.sums.index(s), half, L)
+    if config.NORMALIZED:
+        pipeline.barrier()  # all warps of this consumer have stored
+        mbarrier.arrive(shared.summed, count=1)
     # (4) Both consumers have stored their halves of S_q and S_k.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     # (5) dq^T <- dq^T + k^T S_q^T, dr^T <- dr^T + k^T S_k^T
@@ -314,8 +413,13 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     # (7) What queries read of their own steps' writes.
     Q += k_t.to(gl.float32) * delta_tiles.load_vector(g, SAME_STEP, L, of_out)
     # (8) dq and dk, over q and k and on their way to memory
+    if config.NORMALIZED:
+        mbarrier.wait(shared.factors, n & 1)
+        Q -= corrections(q, g, QUERY_FACTOR, of_out, L)
     store_output(Q, q, gmem.dq, t, work_tile, ids, params)
     R += delta_dk_w.load_transposed(gmem.dk_w, t, ids.column, work_tile, params, config).to(gl.float32)
+    if config.NORMALIZED:
+        R -= corrections(k, g, KEY_FACTOR, of_out, L)
     store_output(R, k, gmem.dk, t, work_tile, ids, params)
     return prepare_tile(C, U, U_low, pipe_state, ids, gmem, shared, half, config)
 
@@ -358,10 +462,10 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_dq_dk_kernel(
-    Q, K, E, DO, DV_in, DQ_out, DK_out, do_e, sums, pairs, checkpoints, dots, gates, beta, state_in, schedule, dk_w, T,
-    tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
+    Q, K, E, DO, DV_in, DQ_out, DK_out, do_e, sums, pairs, checkpoints, dots, gates, beta, norms, query_norms, dbeta,
+    state_in, schedule, dk_w, T, tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, CHECKPOINT_STEPS: gl.constexpr, GATED: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
+    NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
 ):  # fmt: skip
     """Compute dq and dk.
 
@@ -379,6 +483,8 @@ def delta_dq_dk_kernel(
         dots: Output for parts of <C, dC> there, (checkpoints, H, 8), with GATED.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
+        norms, query_norms: 1 / |k| and 1 / |q|, (B, T, H) float32, with NORMALIZED.
+        dbeta: (B, T, H) float32, with NORMALIZED.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         dk_w: The gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`. It may be that of
@@ -395,9 +501,9 @@ def delta_dq_dk_kernel(
         (Q, K, E, DO, DV_in),
         delta_tiles.WriteSource(
             vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
-            tiles_per_head=tiles_per_head, do_e=do_e, scale=scale,
+            tiles_per_head=tiles_per_head, key_norms=norms, query_norms=query_norms, do_e=do_e, scale=scale,
         ),
-        sums, pairs, group_size,
+        sums, pairs, dbeta, group_size,
         GlobalPointers(
             dq=DQ_out, dk=DK_out, dk_w=dk_w, state_in=state_in, checkpoints=checkpoints, dots=dots, scale=scale
         ),
@@ -406,14 +512,14 @@ def delta_dq_dk_kernel(
         ),
         Config(
             DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=False, SAVE=False, USE_INITIAL_STATE=USE_INITIAL_STATE,
-            STORE_FINAL_STATE=False, BY_KEYS=True, CHECKPOINT_STEPS=CHECKPOINT_STEPS,
+            STORE_FINAL_STATE=False, BY_KEYS=True, CHECKPOINT_STEPS=CHECKPOINT_STEPS, NORMALIZED=NORMALIZED,
         ),
     )  # fmt: skip
 
 
 @gluon.jit
-def partitions(tensors, source, sums, pairs, group_size, gmem, params, config):
-    """Allocate shared memory and start the partitions of the program: two consumers, load, gate and store warp."""
+def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, config):
+    """Allocate shared memory and start the partitions of the program: two consumers and three or four single warps."""
     Q, K, E, DO, DV = tensors
     L: gl.constexpr = config.L
     RESULT: gl.constexpr = SUMS_OF_READERS if config.GATED else NO_RESULT
@@ -424,30 +530,49 @@ def partitions(tensors, source, sums, pairs, group_size, gmem, params, config):
         e=pipeline.allocate_tiles(E, STAGES),
         do=pipeline.allocate_tiles(DO, STAGES),
         dv=pipeline.allocate_tiles(DV, STAGES),
-        g=pipeline.allocate_vectors(gl.float32, STAGES, NUM_VECTORS * L),
+        g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config.NORMALIZED) * L),
         sums=pipeline.allocate_vectors(gl.float32, STAGES, PARTS * L),
         full=full,
         empty=empty,
         p=pipeline.allocate_operands(Q.dtype, 6, L, L),
         ready=pipeline.allocate_barriers(2, 2),
+        key_reads=pipeline.allocate_vectors(gl.float32, 1, 8 * L) if config.NORMALIZED else None,
+        summed=pipeline.allocate_barrier(2) if config.NORMALIZED else None,
+        factors=pipeline.allocate_barrier(1) if config.NORMALIZED else None,
     )
     store_config: gl.constexpr = store_warp.StoreWarpConfig(
         L=L, STAGES=STAGES, REVERSE=False, IS_SEGMENTED=False, RESULT=RESULT
     )
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (run_consumer, (0, gmem, shared, params, config)),
-            (run_consumer, (1, gmem, shared, params, config)),
-            (run_load_warp, (Q, K, E, DO, DV, shared, params, group_size, config)),
-            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
-            (store_warp.run_store_warp, (
-                shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
-            )),
-        ],
-        [4, 1, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if config.NORMALIZED:
+        gl.warp_specialize(
+            [
+                (run_consumer, (0, gmem, shared, params, config)),
+                (run_consumer, (1, gmem, shared, params, config)),
+                (run_load_warp, (Q, K, E, DO, DV, shared, params, group_size, config)),
+                (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
+                (store_warp.run_store_warp, (
+                    shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
+                )),
+                (run_dot_warp, (source.key_norms, source.query_norms, dbeta, source, shared, params, config)),
+            ],
+            [4, 1, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (run_consumer, (0, gmem, shared, params, config)),
+                (run_consumer, (1, gmem, shared, params, config)),
+                (run_load_warp, (Q, K, E, DO, DV, shared, params, group_size, config)),
+                (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
+                (store_warp.run_store_warp, (
+                    shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
+                )),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 class Sums(NamedTuple):
@@ -461,7 +586,7 @@ class Sums(NamedTuple):
 
 def launch(
     ctx: "DeltaContext", gates: Tensor, E: Tensor, dh: Tensor, dv: Tensor, do_e: Tensor, dq: Tensor, dk: Tensor,
-    dk_w: Tensor, sums: Sums, *, initial: Tensor | None,
+    dk_w: Tensor, sums: Sums, dbeta: Tensor, *, initial: Tensor | None,
 ) -> None:  # fmt: skip
     """Compute dq and dk.
 
@@ -475,6 +600,7 @@ def launch(
         dq, dk: Outputs, (B, T, H, dqk). dk may have the memory of dk_w where dqk is ROWS.
         dk_w: The gradient of keys as writers, (B, T, H, ROWS), which `delta_dv_dk.launch` has written.
         sums: What both scans leave for the gradient of gates.
+        dbeta: The gradient of beta, (B, T, H) float32.
         initial: Initial states, (N, H, dqk, dhv), or None for zeros.
     """
     base, x = ctx.base, ctx.x
@@ -482,8 +608,9 @@ def launch(
     base.launch(delta_dq_dk_kernel, host.grid(base, 1),
         host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, E, columns),
         host.descriptor(base, dh, columns), host.descriptor(base, dv, columns), host.descriptor(base, dq, 64),
-        host.descriptor(base, dk, 64), do_e, *sums, gates, ctx.beta, gates if initial is None else initial,
-        base.schedule, dk_w, *delta_tiles.kernel_scalars(ctx),
-        DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated, IS_VARLEN=base.packed,
-        USE_INITIAL_STATE=initial is not None, num_warps=4,
+        host.descriptor(base, dk, 64), do_e, *sums, gates, ctx.beta,
+        *(ctx.norms_apart or (gates, gates)), dbeta,
+        gates if initial is None else initial, base.schedule, dk_w, *delta_tiles.kernel_scalars(ctx),
+        DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated,
+        NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed, USE_INITIAL_STATE=initial is not None, num_warps=4,
     )  # fmt: skip

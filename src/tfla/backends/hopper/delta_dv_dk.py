@@ -38,6 +38,10 @@ The steps of a tile n (`process_tile`), against time; P is that of tile n, compu
 The left operand of (8) is split into a sum of two 16-bit numbers, and that of (9) is made of dv as it is stored: what
 gates read of this scan and of the one with time then differs by less than what rounding inputs costs.
 
+With NORMALIZED q and k are divided by their norms, and dk_w is r times the gradient of the normalized keys, r = 1 / |k|
+and r_q = 1 / |q|. These are weights: r is a factor of w, and r_q or r one of a; rows and columns of P and S_q have r_q
+for the query and r for the key, and those of S_k r for each of both keys.
+
 Accumulators and operands of (13) live only from there on, so that at no time more than 176 registers hold data. The
 rest must hold what a loop keeps. So addresses and descriptors that are the same in every tile are computed again.
 
@@ -71,8 +75,8 @@ from tfla.backends.hopper import delta_dk_w, delta_tiles, host, mma, pipeline, s
 from tfla.backends.hopper.checkpoints import store_checkpoint
 from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
-    NUM_VECTORS,
-    READ_WEIGHT,
+    KEY_NORM,
+    QUERY_NORM,
     ROWS,
     UPDATE_WEIGHT,
     WRITE,
@@ -109,7 +113,7 @@ class SharedStorage(NamedTuple):
     do: Any  # (2 STAGES, L, 64): one tile for each consumer
     e: Any  # (2 STAGES, L, 64)
     x: Any  # X, (STAGES, L, L)
-    g: Any  # the vectors of each tile, (STAGES, NUM_VECTORS L)
+    g: Any  # the vectors of each tile, (STAGES, `delta_tiles.count_vectors` L)
     sums: Any  # for the store warp, (STAGES, PARTS L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
@@ -173,6 +177,29 @@ def load_transposed_decays(g, config):
         return gl.exp2(gl.expand_dims(row, 1) + gl.expand_dims(column, 0))
     else:
         return gl.zeros([L, L], gl.float32, layout) + 1.0
+
+
+@gluon.jit
+def with_norms(weights, g, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, config):
+    """Return weights of pairs, (L, L), times 1 / |q| or 1 / |k| of their rows and of their columns, with NORMALIZED."""
+    if config.NORMALIZED:
+        layout: gl.constexpr = weights.type.layout
+        weights *= delta_tiles.load_row_norms(g, OF_ROWS, config.L, layout)
+        weights *= delta_tiles.load_vector(g, OF_COLUMNS, config.L, layout)
+    return weights
+
+
+@gluon.jit
+def load_score_weights(gmem, shared, s, half: gl.constexpr, config):
+    """Return D times scale of the tile in stage s for one half of the columns, (L, L / 2), unmasked, with norms."""
+    L: gl.constexpr = config.L
+    weights = delta_tiles.load_scaled_decays(gmem, shared, s, half, config)
+    if config.NORMALIZED:
+        layout: gl.constexpr = weights.type.layout
+        g = shared.g.index(s)
+        of_keys = g.slice(KEY_NORM * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))
+        weights *= delta_tiles.load_row_norms(g, QUERY_NORM, L, layout) * gl.expand_dims(of_keys, 0)
+    return weights
 
 
 @gluon.jit
@@ -261,7 +288,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     x = shared.x.index(s).reshape([L, L])
     Z, B, up = delta_tiles.issue_correction(U, delta_tiles.load_vector(g, WRITE, L, of_out), x, L)
     # (8) dC^T <- g dC^T + (do^T * (scale a)) q
-    weights = delta_tiles.load_vector(g, READ_WEIGHT, L, of_out) * gmem.scale  # (1, L)
+    weights = delta_tiles.load_of_reads(g, True, L, of_out, config) * gmem.scale  # (1, L)
     D, D_low = mma.split_left_operand(do.to(gl.float32) * weights, ROWS, dtype)
     C = warpgroup_mma(D, q, C * delta_tiles.load_tile_decay(g, L), is_async=True)
     C = warpgroup_mma(D_low, q, C, is_async=True)
@@ -269,7 +296,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     Z = Z * up
     # (9) dC^T <- dC^T - (dv^T * a) k, of dv as it is stored: its rounding cancels in what gates read of both scans
     dv = (Z * delta_tiles.load_vector(g, WRITE, L, of_out)).to(dtype)
-    read = dv.to(gl.float32) * -delta_tiles.load_vector(g, READ_WEIGHT, L, of_out)
+    read = dv.to(gl.float32) * -delta_tiles.load_of_reads(g, False, L, of_out, config)
     V = mma.to_left_operand(read.to(dtype), ROWS)
     C = warpgroup_mma(V, k, C, is_async=True)
     # (10) Z . E
@@ -297,13 +324,14 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     if half == 0:
         do_e = gl.sum(gl.where(gl.expand_dims(j, 1) == gl.expand_dims(i, 0), S_q, 0.0), 1)
         sums.slice((DOT_PARTS + WRITE_PARTS) * L, L, 0).store(do_e)
-    S_q = mma.apply_causal_mask(S_q, decays * gmem.scale, j, i, 0, True)
+    weights = with_norms(decays * gmem.scale, g, KEY_NORM, QUERY_NORM, config)
+    S_q = mma.apply_causal_mask(S_q, weights, j, i, 0, True)
     A = mma.to_left_operand(S_q.to(dtype), 64)
     # (13) dk <- E dC
     dk = mma.issue_mma(e0, shared.c.index(at0).slice(half * 64, 64, 1))
     dk = warpgroup_mma(e1, shared.c.index(at0 + 1).slice(half * 64, 64, 1), dk, is_async=True)
     S_k = warpgroup_mma_wait(2, deps=[S_k])
-    S_k = mma.apply_causal_mask(S_k, -decays, j, i, 0, True, True)
+    S_k = mma.apply_causal_mask(S_k, with_norms(-decays, g, KEY_NORM, KEY_NORM, config), j, i, 0, True, True)
     B = mma.to_left_operand(S_k.to(dtype), 64)
     # (14) dk <- dk * w, and what later tiles read
     dk = warpgroup_mma_wait(0, deps=[dk])
@@ -333,7 +361,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
         dk += before.to(gl.float32)
     delta_dk_w.store(dk, gmem.dk_w, t, half * 64, work_tile, params, config)
     # (19) P of the next tile
-    weights = delta_tiles.load_scaled_decays(gmem, shared, following, half, config)  # (L, L / 2)
+    weights = load_score_weights(gmem, shared, following, half, config)  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
     store_scores(S, weights, ids, shared, half, config)
     return C, pipeline.PipelineState(following, phase, n + 1)
@@ -348,7 +376,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     # (16) and (19) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[delta_tiles.issue_scores(shared, 0, half, config)])
-    weights = delta_tiles.load_scaled_decays(gmem, shared, 0, half, config)
+    weights = load_score_weights(gmem, shared, 0, half, config)
     store_scores(S, weights, ids, shared, half, config)
     index = gl.program_id(1)
     while index < params.num_work_tiles:
@@ -366,10 +394,11 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_dv_dk_kernel(
-    Q, K, DO, E, X, DV_out, dk_w, dbeta, do_e, pairs, checkpoints, gates, beta, state_in, state_out, schedule, T,
-    tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
+    Q, K, DO, E, X, DV_out, dk_w, dbeta, do_e, pairs, checkpoints, gates, beta, norms, query_norms, state_in, state_out,
+    schedule, T, tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, CHECKPOINT_STEPS: gl.constexpr, GATED: gl.constexpr,
-    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, BLOCK: gl.constexpr,
+    NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
+    STORE_FINAL_STATE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Compute dv, dk_w, dbeta and do . E, and with STORE_FINAL_STATE the cotangents of the initial states.
 
@@ -388,6 +417,7 @@ def delta_dv_dk_kernel(
         checkpoints: Output for dC at checkpoints, (checkpoints, H, ROWS, dhv up to a multiple of COLUMNS), with GATED.
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
+        norms, query_norms: 1 / |k| and 1 / |q|, (B, T, H) float32, with NORMALIZED.
         state_in: Cotangents of the final states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
         state_out: Cotangents of the initial states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE.
         schedule: Schedule of packed sequences, with IS_VARLEN.
@@ -404,7 +434,7 @@ def delta_dv_dk_kernel(
         (Q, K, DO, E, X),
         delta_tiles.WriteSource(
             vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
-            tiles_per_head=tiles_per_head,
+            tiles_per_head=tiles_per_head, key_norms=norms, query_norms=query_norms,
         ),
         (do_e, dbeta), pairs, group_size,
         GlobalPointers(
@@ -415,7 +445,8 @@ def delta_dv_dk_kernel(
         ),
         Config(
             DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=True, SAVE=False, USE_INITIAL_STATE=USE_INITIAL_STATE,
-            STORE_FINAL_STATE=STORE_FINAL_STATE, CHECKPOINT_STEPS=CHECKPOINT_STEPS, BLOCK=BLOCK,
+            STORE_FINAL_STATE=STORE_FINAL_STATE, CHECKPOINT_STEPS=CHECKPOINT_STEPS, NORMALIZED=NORMALIZED,
+            BLOCK=BLOCK,
         ),
     )  # fmt: skip
 
@@ -432,7 +463,7 @@ def partitions(tensors, source, dots, pairs, group_size, gmem, params, config):
         do=pipeline.allocate_tiles(DO, 2 * STAGES),
         e=pipeline.allocate_tiles(E, 2 * STAGES),
         x=pipeline.allocate_tiles(X, STAGES),
-        g=pipeline.allocate_vectors(gl.float32, STAGES, NUM_VECTORS * L),
+        g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config.NORMALIZED) * L),
         sums=pipeline.allocate_vectors(gl.float32, STAGES, PARTS * L),
         full=full,
         empty=empty,
@@ -497,11 +528,12 @@ def launch(
     descriptors = delta_tiles.descriptors_for_dv(ctx, dh, E, X, dv)
     for block in range(blocks):
         base.launch(delta_dv_dk_kernel, host.grid(base, 1),
-            *descriptors, dk_w, dbeta, do_e, pairs, checkpoints, gates, ctx.beta, gates if final is None else final,
-            gates if initial is None else initial, base.schedule, *delta_tiles.kernel_scalars(ctx),
-            DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated,
-            IS_VARLEN=base.packed, USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None,
-            BLOCK=block, num_warps=4,
+            *descriptors, dk_w, dbeta, do_e, pairs, checkpoints, gates, ctx.beta,
+            *(ctx.norms_apart or (gates, gates)),
+            gates if final is None else final, gates if initial is None else initial, base.schedule,
+            *delta_tiles.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps,
+            GATED=ctx.gated, NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed,
+            USE_INITIAL_STATE=final is not None, STORE_FINAL_STATE=initial is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip
     if blocks == 1:
         return dbeta, do_e

@@ -23,14 +23,13 @@ Without gates (6) and (8) take E as it is rounded for (5), because the backward 
 Where nothing decays, rounding errors of E would otherwise add up over the sequence; so later steps correct for them.
 
 With NORMALIZED q and k are divided by their norms. For keys these are weights that come with beta, from `solve_kernel`:
-r = 1 / |k| is a factor of a in (3), and of beta in (6) and (11). For queries a norm warp adds up |q|^2 of each tile,
-and 1 / |q| is a factor of scale in (10).
+r = 1 / |k| is a factor of a in (3), and of beta in (6) and (11). For queries (9) also computes q q^T, whose diagonal is
+|q|^2, (11) stores 1 / |q| beside P, and (10) multiplies by it. With SAVE it goes to memory for the backward.
 
 Which partition waits for which:
 
     load and gate warp --full[s]--> consumers 0 and 1 --empty[s]--> load and gate warp
-    consumer 0 <--ready[n % 2] (P of tile n)--> consumer 1
-    load warp --full[s]--> norm warp --scaled[s] (scale / |q|)--> consumers 0 and 1
+    consumer 0 <--ready[n % 2] (P of tile n, and 1 / |q|)--> consumer 1
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,12 +51,12 @@ from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
     KEY_READ_WEIGHT,
     KEY_WRITE,
-    QUERY_SCALE,
     READ_WEIGHT,
     ROWS,
     UPDATE_WEIGHT,
     WRITE,
     Config,
+    WorkTile,
 )
 from tfla.backends.hopper.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 
@@ -72,6 +71,7 @@ class GlobalPointers(NamedTuple):
 
     out: Any  # TMA descriptor of h
     e: Any  # TMA descriptor of E
+    query_norms: Any  # (B, T, H)
     state_in: Any  # (sequences, H, dqk, dhv)
     state_out: Any  # (sequences, H, dqk, dhv)
     scale: Any  # the factor of the queries
@@ -88,10 +88,10 @@ class SharedStorage(NamedTuple):
     g: Any  # the vectors of each tile, (STAGES, `delta_tiles.count_vectors` L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
-    scaled: Any  # barriers, (STAGES): the norm warp has stored scale / |q|, with NORMALIZED
     # What consumers exchange, and what leaves:
     p: Any  # P of this tile and of the next, (2, L, L)
-    ready: Any  # barriers, (2): both halves of P are stored
+    norms: Any  # 1 / |q| of this tile and of the next, with NORMALIZED, (2, 2 L): the halves of each consumer, else 0
+    ready: Any  # barriers, (2): both halves of P, and of the norms, are stored
     e: Any  # E, (2, L, 64): one tile for each consumer
 
 
@@ -131,28 +131,34 @@ def run_load_warp(Q, K, V, X, shared, params, group_size, config):
 
 
 @gluon.jit
-def run_norm_warp(shared, params, scale, config):
-    """Store scale / |q| of the queries of each tile to shared memory."""
+def issue_squares(shared, s, half: gl.constexpr, config):
+    """Start q q^T of the tile in stage s for one half of the columns, (L, L / 2), whose diagonal is |q|^2."""
     L: gl.constexpr = config.L
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # without bank conflicts
-    columns: gl.constexpr = 64  # at a time, of 8 rows, for the sake of registers
-    s = 0
-    phase = 0
-    for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
-        _b, _h, _start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
-        for _i in range(0, (steps + L - 1) // L):
-            mbarrier.wait(shared.full.index(s), phase)
-            q = shared.q.index(s).reshape([L, ROWS])
-            for row in gl.static_range(0, L, 8):
-                squares = gl.zeros([8, columns], gl.float32, layout)
-                for column in gl.static_range(0, ROWS, columns):
-                    x = q.slice(row, 8, 0).slice(column, columns, 1).load(layout).to(gl.float32)
-                    squares += x * x
-                inverse = delta_tiles.inverse_norm(gl.sum(squares, 1))  # (8)
-                shared.g.index(s).slice(QUERY_SCALE * L + row, 8, 0).store(inverse * scale)
-            pipeline.barrier()  # all of the warp has stored
-            mbarrier.arrive(shared.scaled.index(s), count=1)
-            s, phase = pipeline.advance(s, phase, STAGES)
+    q = shared.q.index(s).reshape([L, ROWS])
+    return mma.issue_mma(q, q.slice(half * (L // 2), L // 2, 0).permute((1, 0)))
+
+
+@gluon.jit
+def store_norms(squares, n, ids, shared, half: gl.constexpr, config):
+    """Store 1 / |q| of the consumer's half of the steps of tile n, and 0 for the others, (L)."""
+    L: gl.constexpr = config.L
+    j = half * (L // 2) + ids.j
+    square = gl.sum(gl.where(gl.expand_dims(ids.i, 1) == gl.expand_dims(j, 0), squares, 0.0), 1)  # (L)
+    is_own = (ids.i >= half * (L // 2)) & (ids.i < (half + 1) * (L // 2))
+    inverse = gl.where(is_own, delta_tiles.inverse_norm(square), 0.0)
+    shared.norms.index(n % 2).slice(half * L, L, 0).store(inverse)
+
+
+@gluon.jit
+def prepare_tile(S, squares, s, n, ids, shared, half: gl.constexpr, config):
+    """Do step (11): store P of tile n in stage s, and with NORMALIZED 1 / |q|, and tell the other consumer."""
+    D = load_weights(shared, s, half, config)  # (L, L / 2)
+    if config.NORMALIZED:
+        S, squares = warpgroup_mma_wait(0, deps=[S, squares])
+        store_norms(squares, n, ids, shared, half, config)
+    else:
+        S = warpgroup_mma_wait(0, deps=[S])
+    delta_tiles.store_scores(S, D, n, ids, shared, half, config)
 
 
 @gluon.jit
@@ -166,16 +172,28 @@ def load_weights(shared, s, half: gl.constexpr, config):
 
 
 @gluon.jit
-def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constexpr, config):
+def store_query_norms(norms, t, work_tile, gmem, params, config):
+    """Store 1 / |q| of the tile at step t of a work tile to global memory, from both halves in shared memory, (2 L)."""
+    L: gl.constexpr = config.L
+    step = gl.arange(0, L, gl.BlockedLayout([1], [32], [4], [0]))
+    inverse = norms.slice(0, L, 0).load(step.type.layout) + norms.slice(L, L, 0).load(step.type.layout)
+    first = (work_tile.b.to(gl.int64) * params.T + (work_tile.start + t)) * params.H + work_tile.h
+    gl.store(gmem.query_norms + (first + step * params.H), inverse, mask=t + step < work_tile.steps)
+
+
+@gluon.jit
+def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: gl.constexpr, config):
     """Process a tile: everything from step (1) to (11) of the module's docstring.
 
     Args:
         C: The state before the tile, transposed, (64, ROWS).
         pipe_state: Position of the tile in the ring. Its stage is full, and the consumer has waited for that.
-        coordinates: TMA coordinates of the outputs.
+        t: Its first step in the work tile.
+        work_tile: The work tile.
         ids: Indices of what the consumer holds.
         gmem: Tensors in global memory.
         shared: Shared memory.
+        params: The numbers of the scheduler.
         half: Which consumer this is.
         config: Constants.
 
@@ -186,6 +204,7 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     of_out: gl.constexpr = mma.accumulator_layout(L)
     dtype: gl.constexpr = shared.p.dtype
     s, phase, n = pipe_state
+    coordinates = delta_tiles.output_coordinates(t, work_tile, ids, params)
     k = shared.k.index(s).reshape([L, ROWS])
     q = shared.q.index(s).reshape([L, ROWS])
     v = shared.v.index(2 * s + half).reshape([L, 64]).permute((1, 0))  # (64, L)
@@ -238,20 +257,22 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
     S = delta_tiles.issue_scores(shared, s, half, config)
-    # (10) The output, over v and on its way to memory.
-    C, U, U_low, out, A, A_low = warpgroup_mma_wait(1, deps=[C, U, U_low, out, A, A_low])  # S still runs
+    squares = S
     if config.NORMALIZED:
-        mbarrier.wait(shared.scaled.index(pipe_state.index), pipe_state.phase)
-        factor = delta_tiles.load_vector(g, QUERY_SCALE, L, of_out)  # (1, L)
-    else:
-        factor = gmem.scale
-    v.store((out * factor).to(dtype))
+        squares = issue_squares(shared, s, half, config)
+    # (10) The output, over v and on its way to memory.
+    still: gl.constexpr = 2 if config.NORMALIZED else 1  # S and the squares still run
+    C, U, U_low, out, A, A_low = warpgroup_mma_wait(still, deps=[C, U, U_low, out, A, A_low])
+    if config.NORMALIZED:
+        norms = shared.norms.index(pipe_state.count % 2)
+        out *= delta_tiles.load_vector(norms, 0, L, of_out) + delta_tiles.load_vector(norms, 1, L, of_out)  # (1, L)
+        if config.SAVE and half == 0:
+            store_query_norms(norms, t, work_tile, gmem, params, config)
+    v.store((out * gmem.scale).to(dtype))
     fence_async_shared()
     pipeline.async_store(gmem.out, coordinates, shared.v.index(2 * pipe_state.index + half))
     # (11) P of the next tile
-    D = load_weights(shared, s, half, config)  # (L, L / 2)
-    S = warpgroup_mma_wait(0, deps=[S])
-    delta_tiles.store_scores(S, D, n, ids, shared, half, config)
+    prepare_tile(S, squares, s, n, ids, shared, half, config)
     return C, pipeline.PipelineState(s, phase, n)
 
 
@@ -264,16 +285,17 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     # (9) and (11) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
     S = delta_tiles.issue_scores(shared, 0, half, config)
-    D = load_weights(shared, 0, half, config)  # (L, L / 2)
-    S = warpgroup_mma_wait(0, deps=[S])
-    delta_tiles.store_scores(S, D, 0, ids, shared, half, config)
+    squares = S
+    if config.NORMALIZED:
+        squares = issue_squares(shared, 0, half, config)
+    prepare_tile(S, squares, 0, 0, ids, shared, half, config)
     index = gl.program_id(1)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
+        work_tile = WorkTile(b=b, h=h, start=start, steps=steps)
         C = delta_tiles.load_state(index, ids, gmem, params, config)
         for step in range(0, (steps + L - 1) // L):
-            coordinates = scheduler.tile_coordinates(b, h, start + step * L, ids.column, start + steps, params)
-            C, pipe_state = process_tile(C, pipe_state, coordinates, ids, gmem, shared, half, config)
+            C, pipe_state = process_tile(C, pipe_state, step * L, work_tile, ids, gmem, shared, params, half, config)
         delta_tiles.store_state(C, index, ids, gmem, params, config)
         index = scheduler.next_work_tile(index)
     tma.store_wait(0)
@@ -281,8 +303,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_h_kernel(
-    Q, K, V, X, Out, E, gates, beta, norms, state_in, state_out, schedule, T, tiles_per_head, H, group_size,
-    num_work_tiles, stride_b, stride_t, stride_h, scale,
+    Q, K, V, X, Out, E, gates, beta, norms, query_norms, state_in, state_out, schedule, T, tiles_per_head, H,
+    group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr, SAVE: gl.constexpr,
     NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
     STORE_FINAL_STATE: gl.constexpr, INDEXED: gl.constexpr,
@@ -300,6 +322,7 @@ def delta_h_kernel(
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
         norms: r from `solve_kernel`, (B, T, H) float32, with NORMALIZED.
+        query_norms: Output for 1 / |q|, (B, T, H) float32, with NORMALIZED and SAVE.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
         state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
         schedule: Schedule of packed sequences, with IS_VARLEN.
@@ -318,7 +341,9 @@ def delta_h_kernel(
             tiles_per_head=tiles_per_head, key_norms=norms,
         ),
         group_size,
-        GlobalPointers(out=Out, e=E, state_in=state_in, state_out=state_out, scale=scale),
+        GlobalPointers(
+            out=Out, e=E, query_norms=query_norms, state_in=state_in, state_out=state_out, scale=scale
+        ),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
         ),
@@ -331,7 +356,7 @@ def delta_h_kernel(
 
 @gluon.jit
 def partitions(tensors, source, group_size, gmem, params, config):
-    """Allocate shared memory and start the partitions of the program: consumers, load, gate and norm warp."""
+    """Allocate shared memory and start the partitions of the program: consumers, load and gate warp."""
     Q, K, V, X = tensors
     L: gl.constexpr = config.L
     full, empty = pipeline.allocate_full_empty(STAGES, 2, 2)
@@ -343,35 +368,22 @@ def partitions(tensors, source, group_size, gmem, params, config):
         g=pipeline.allocate_vectors(gl.float32, STAGES, delta_tiles.count_vectors(config.NORMALIZED) * L),
         full=full,
         empty=empty,
-        scaled=pipeline.allocate_barriers(STAGES, 1) if config.NORMALIZED else None,
         p=pipeline.allocate_operands(Q.dtype, 2, L, L),
+        norms=pipeline.allocate_vectors(gl.float32, 2, 2 * L) if config.NORMALIZED else None,
         ready=pipeline.allocate_barriers(2, 2),
         e=pipeline.allocate_tiles(gmem.e, 2) if config.SAVE else None,
     )
     fence_async_shared()
-    if config.NORMALIZED:
-        gl.warp_specialize(
-            [
-                (run_consumer, (0, gmem, shared, params, config)),
-                (run_consumer, (1, gmem, shared, params, config)),
-                (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
-                (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
-                (run_norm_warp, (shared, params, gmem.scale, config)),
-            ],
-            [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (run_consumer, (0, gmem, shared, params, config)),
-                (run_consumer, (1, gmem, shared, params, config)),
-                (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
-                (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
-            ],
-            [4, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (run_consumer, (0, gmem, shared, params, config)),
+            (run_consumer, (1, gmem, shared, params, config)),
+            (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
+            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def launch(
@@ -395,9 +407,9 @@ def launch(
         host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, x.v, half),
         host.descriptor(base, X, base.L), host.descriptor(base, h, half),
         gates if E is None else host.descriptor(base, E, half), gates, ctx.beta,
-        gates if ctx.key_norms is None else ctx.key_norms, gates if initial is None else initial,
-        gates if final is None else final, base.schedule, *delta_tiles.kernel_scalars(ctx), DK=base.K, DV=base.V,
-        L=base.L, GATED=ctx.gated, SAVE=E is not None, NORMALIZED=ctx.key_norms is not None, IS_VARLEN=base.packed,
-        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None,
-        num_warps=4,
+        *(ctx.norms_apart or (gates, gates)),
+        gates if initial is None else initial, gates if final is None else final, base.schedule,
+        *delta_tiles.kernel_scalars(ctx), DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, SAVE=E is not None,
+        NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed, USE_INITIAL_STATE=initial is not None,
+        STORE_FINAL_STATE=final is not None, INDEXED=base.rows is not None, num_warps=4,
     )  # fmt: skip

@@ -456,9 +456,9 @@ def launch(ctx: "DeltaContext", gates: Tensor) -> Tensor:
     X = base.new(base.B, base.T, base.H, base.L, dtype=correction_dtype(x))
     base.launch(solve_kernel, (base.tiles, base.H),
         host.descriptor(base, x.k, power_of_two(base.K)), ctx.beta, gates, gates, base.cu_seqlens, X,
-        gates if ctx.key_norms is None else ctx.key_norms, x.sequences,
+        (ctx.norms_apart or (gates, gates))[0], x.sequences,
         base.T, base.tiles, base.H, base.group, *time_strides(ctx.beta), L=base.L, GATED=ctx.gated, BY_CHANNEL=False,
-        NORMALIZED=ctx.key_norms is not None, IS_VARLEN=base.packed, PRECISION=solve_precision(x.q.dtype), num_warps=1,
+        NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed, PRECISION=solve_precision(x.q.dtype), num_warps=1,
         compilation={"maxnreg": MAX_REGISTERS},
     )  # fmt: skip
     return X

@@ -31,10 +31,13 @@ UPDATE_WEIGHT = gl.constexpr(4)  # w, the weight of each step in the update of t
 TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
 SAME_STEP = gl.constexpr(6)  # scale do . E beta, for dq and dk alone
 NUM_VECTORS = gl.constexpr(8)  # a power of two; seven are used
-# More of them where the kernels divide q and k by their norms. r is 1 / |k|, which UPDATE_WEIGHT contains, too.
+# More of them where the kernels divide q and k by their norms. r is 1 / |k|, which UPDATE_WEIGHT and SAME_STEP contain,
+# too, and r_q is 1 / |q|.
 KEY_READ_WEIGHT = gl.constexpr(8)  # a r, the weight of the state in what each step reads by its key
 KEY_WRITE = gl.constexpr(9)  # beta r
-QUERY_SCALE = gl.constexpr(10)  # scale / |q|, for h alone
+QUERY_NORM = gl.constexpr(10)  # r_q
+KEY_NORM = gl.constexpr(11)  # r
+QUERY_READ_WEIGHT = gl.constexpr(12)  # a r_q, not for h
 NUM_VECTORS_NORMALIZED = gl.constexpr(16)
 EPS = gl.constexpr(1e-6)  # is added to squared norms
 
@@ -85,6 +88,7 @@ class WriteSource(NamedTuple):
     stride_h: Any
     tiles_per_head: Any  # tiles of one head over all batch rows
     key_norms: Any = None  # r, (B, T, H) float32, with NORMALIZED
+    query_norms: Any = None  # r_q, likewise; None for h, whose kernel computes it
     do_e: Any = None  # do . E, (B, T, H), for dq and dk alone
     scale: Any = None  # the factor of the queries, likewise
 
@@ -149,7 +153,7 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
         beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
         beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
         if config.NORMALIZED:
-            norms = source.key_norms + ((b.to(gl.int64) * params.T + start) * params.H + h)
+            norms_at = (b.to(gl.int64) * params.T + start) * params.H + h
         if source.do_e is not None:
             do_e_at = source.do_e + ((b.to(gl.int64) * params.T + start) * params.H + h)
         gates = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
@@ -177,11 +181,16 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
             if not config.REVERSE:
                 update_weight *= write
             if config.NORMALIZED:
-                inverse = gl.load(norms + t.to(gl.int64) * params.H, mask=t < steps, other=0.0)  # r, (L)
-                update_weight *= inverse
+                at = norms_at + t.to(gl.int64) * params.H
+                of_key = gl.load(source.key_norms + at, mask=t < steps, other=0.0)  # r, (L)
+                update_weight *= of_key
+                if source.query_norms is not None:
+                    of_query = gl.load(source.query_norms + at, mask=t < steps, other=0.0)  # r_q, (L)
             if source.do_e is not None:
                 do_e = gl.load(do_e_at + t.to(gl.int64) * params.H, mask=t < steps, other=0.0)
                 same = do_e * write * source.scale  # (L)
+                if config.NORMALIZED:
+                    same *= of_key * of_query
             s, bar = pipeline.acquire(n, full, empty, STAGES)
             g = vectors.index(s)
             if source.do_e is not None:
@@ -193,8 +202,12 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
             g.slice(UPDATE_WEIGHT * L, L, 0).store(update_weight)
             g.slice(TILE_DECAY * L, L, 0).store(decay)
             if config.NORMALIZED:
-                g.slice(KEY_READ_WEIGHT * L, L, 0).store(read_weight * inverse)
-                g.slice(KEY_WRITE * L, L, 0).store(write * inverse)
+                g.slice(KEY_READ_WEIGHT * L, L, 0).store(read_weight * of_key)
+                g.slice(KEY_WRITE * L, L, 0).store(write * of_key)
+                if source.query_norms is not None:
+                    g.slice(KEY_NORM * L, L, 0).store(of_key)
+                    g.slice(QUERY_NORM * L, L, 0).store(of_query)
+                    g.slice(QUERY_READ_WEIGHT * L, L, 0).store(read_weight * of_query)
             pipeline.barrier()
             mbarrier.arrive(bar, count=1)
             n += 1
@@ -235,6 +248,19 @@ def issue_scores(shared, s, half: gl.constexpr, config):
     q = shared.q.index(s).reshape([L, ROWS])
     k = shared.k.index(s).reshape([L, ROWS]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
     return mma.issue_mma(q, k)
+
+
+@gluon.jit
+def load_of_reads(g, OF_QUERIES: gl.constexpr, L: gl.constexpr, layout: gl.constexpr, config):
+    """Return a, the weights of the state in what steps read by queries or by keys, as weights of columns, (1, L)."""
+    normalized: gl.constexpr = QUERY_READ_WEIGHT if OF_QUERIES else KEY_READ_WEIGHT
+    return load_vector(g, normalized if config.NORMALIZED else READ_WEIGHT, L, layout)
+
+
+@gluon.jit
+def load_row_norms(g, WHICH: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+    """Return QUERY_NORM or KEY_NORM of a tile as factors of the rows of a matrix in `layout`, (L, 1)."""
+    return gl.expand_dims(g.slice(WHICH * L, L, 0).load(gl.SliceLayout(1, layout)), 1)
 
 
 @gluon.jit

@@ -82,12 +82,20 @@ class DeltaContext:
     spec: DeltaSpec
     config: DeltaConfig
     beta: Tensor  # (B, T, H); ones where the call has none
-    key_norms: Tensor | None = None  # (B, T, H) float32, 1 / |k|, where kernels divide q and k by their norms
+    norms: Tensor | None = (
+        None  # (2, B, T, H) float32, 1 / |q| and 1 / |k|, where kernels divide q and k by these norms
+    )
 
     @property
     def read_key(self) -> Tensor:
         """The read keys, (B, T, Hq, dqk)."""
         return self.x.k if self.x.read_key is None else self.x.read_key
+
+    @property
+    def norms_apart(self) -> tuple[Tensor, Tensor] | None:
+        """1 / |k| and 1 / |q|, (1, B, T, H) each, or None."""
+        rows = self.base.recorder.rows
+        return None if self.norms is None else (rows(self.norms, 1, 2), rows(self.norms, 0, 1))
 
     @property
     def gated(self) -> bool:
@@ -137,11 +145,16 @@ def launch_context(
     return base, beta
 
 
-def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> DeltaContext:
-    """Return the context of a call with at most one gate a step."""
+def context(
+    base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor, norms: Tensor | None = None
+) -> DeltaContext:
+    """Return the context of a call with at most one gate a step; `norms` are those that the forward has stored."""
     config = delta_config(base.K, base.V, architecture(x.q.device), read_key=x.read_key is not None)
-    key_norms = base.new(base.B, base.T, base.H) if spec.normalize_qk else None
-    return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta, key_norms=key_norms)
+    if not spec.normalize_qk:
+        norms = None
+    elif norms is None:
+        norms = base.new(2, base.B, base.T, base.H)
+    return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta, norms=norms)
 
 
 def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
@@ -193,7 +206,9 @@ def forward(ctx: DeltaContext, kernels: ForwardKernels) -> DeltaOutputs:
     X = kernels.solve(ctx, gates)
     kernels.h(ctx, gates, X, h, E, initial, final)
     none = base.placeholder(0)
-    chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
+    chunk_C = none
+    if spec.save:
+        chunk_C = base.placeholder(0, base.H, base.K, base.V) if ctx.norms is None else ctx.norms
     return DeltaOutputs(
         h,
         none if final is None else final,
@@ -395,17 +410,17 @@ def launch_forward(
 
 def launch_backward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
-    by: Backward = backward, by_channel: ChooseByChannel = by_triton,
+    by: Backward = backward, by_channel: ChooseByChannel = by_triton, norms: Tensor | None = None,
 ) -> DeltaGrads:  # fmt: skip
     """Launch the backward by the kernels that take the call, with at most one gate a step by `by`.
 
-    For a call of :mod:`.channel_rule`, `by_channel` chooses them.
+    For a call of :mod:`.channel_rule`, `by_channel` chooses them. `norms` are those that the forward has stored.
     """
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
         ctx = channel_rule.context(base, x, spec, beta)
         return channel_rule.backward(ctx, E, X, dh, dC, by_channel(ctx))
-    return by(context(base, x, spec, beta), E, X, dh, dC)
+    return by(context(base, x, spec, beta, norms), E, X, dh, dC)
 
 
 def call_signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
@@ -438,7 +453,7 @@ def run_backward(
     by_channel: ChooseByChannel = by_triton,
 ) -> DeltaGrads:  # fmt: skip
     """Record or replay the launches of the backward."""
-    given = *x, out.E, out.X, dh, dC
+    given = *x, out.E, out.X, dh, dC, out.chunk_C if spec.normalize_qk else None
     signature = call_signature(("backward", by, by_channel), x, spec, *given[len(x) :])
     found: Sequence[Tensor | None]
     recorded = recorded_launches(signature)
@@ -448,8 +463,8 @@ def run_backward(
         with recording(signature, given) as recorder:
             inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
             read: Any = recorder.given[len(x) :]
-            E, X, dh, dC = read
-            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by, by_channel)
+            E, X, dh, dC, norms = read
+            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by, by_channel, norms)
             found = recorder.results = grads  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 
