@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_on_processes
 
-from tfla.bench import gpu, worker_group
+from tfla.bench import gpu, gpu_report, worker_group
 from tfla.bench.commands import bench
 from tfla.bench.entries import VARIANTS, Entry
 from tfla.bench.options import GpuBench
@@ -103,6 +103,13 @@ def test_the_profile_says_what_is_exposed() -> None:
     }  # fmt: skip
     assert found["streams"]["7"] == {"busy": 5.5, "kernels": 3, "longest": {"gemm": 5.0, "copy": 0.5}}
     assert list(found["streams"]) == ["7", "20", "24"]
+    rows = [{"name": "tfla", "x": n, "direction": "training step", "streams": found} for n in (2, 3)]
+    assert gpu_report._other_tables(rows, "sequences")[-1].splitlines() == [
+        "| one step by streams, ms | sequences | whole | computes | sends | sends without computing | does neither |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| tfla | 2 | 9,500.0 | 5,500.0 | 3,500.0 | 2,000.0 | 2,000.0 |",
+        "| tfla | 3 | 9,500.0 | 5,500.0 | 3,500.0 | 2,000.0 | 2,000.0 |",
+    ]
 
 
 def test_the_profile_is_that_of_the_second_step() -> None:

@@ -325,6 +325,27 @@ def test_figures_and_tables(tmp_path: Path) -> None:
     assert set(TABLES) == set(FIGURES) == set(EXPERIMENTS) == {mark[2] for mark in MARK.finditer(text)}
 
 
+def test_runs_that_diverged_are_counted_below_their_table(tmp_path: Path) -> None:
+    runs = [(tiny(model, seed), 1.0) for model in ("gla", "kda", "retnet") for seed in range(3)]
+    found = result_of(runs, [{"pairs": 2, "accuracy": 0.25}], experiment="recall")
+    for n in (1, 2, 3):
+        found["runs"][n]["losses"][-1] = None
+        found["runs"][n]["rows"] = [{"pairs": 2, "accuracy": 0.0}]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- evidence: recall -->\n\nMore.\n")
+    for _ in range(2):
+        renew(page, {"recall": found})
+        lines = page.read_text().splitlines()
+        assert [line.split(" | ")[-1] for line in lines if line.startswith("| ")][2:] == [
+            "0.25 ± 0.00 |", "0.25 |", "0.25 ± 0.00 |",
+        ]  # fmt: skip
+        assert [line for line in lines if line.startswith("Diverged")] == [
+            "Diverged: 2 of 3 runs of GLA; 1 of 3 runs of KDA. The table has the other runs alone."
+        ]
+        assert lines[-3].startswith("Not run: ")
+        assert lines[-2:] == ["", "More."]
+
+
 def test_pages_have_the_tables_of_the_stored_results(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     results = {

@@ -128,9 +128,9 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
     if body:
         parts.append(table(["first call, s (kernels)", *FIRST_CALLS], body))
     profiled = [r for r in rows if "streams" in r]
-    body = [[r["name"], *(milliseconds(r["streams"][key]) for key in STREAMS)] for r in profiled]
+    body = [[r["name"], f"{r['x']:,}", *(milliseconds(r["streams"][key]) for key in STREAMS)] for r in profiled]
     if body:
-        parts.append(table([f"one step by streams, ms, {axis} {profiled[0]['x']:,}", *STREAMS.values()], body))
+        parts.append(table(["one step by streams, ms", axis, *STREAMS.values()], body))
     rates = {(r["name"], r["x"]): r["tokens_per_second"] for r in rows if "tokens_per_second" in r}
     one = next((r["name"] for r in rows if r.get("processes", 1) == 1), "")
 

@@ -37,7 +37,7 @@ class Group(NamedTuple):
         """Return for each ``key`` of the measurements the values of all seeds, without those of runs that diverged."""
         found: dict[Any, list[float]] = {}
         for run in self.runs:
-            for row in run["rows"]:
+            for row in [] if diverged(run) else run["rows"]:
                 if row[value] is not None:
                     found.setdefault(row[key], []).append(row[value])
         return found
@@ -45,6 +45,11 @@ class Group(NamedTuple):
     def texts(self, key: str, value: str, digits: int = 2) -> dict[Any, str]:
         """Return :meth:`measured` as texts: mean and standard deviation."""
         return {x: mean_text(values, digits) for x, values in self.measured(key, value).items()}
+
+
+def diverged(run: Row) -> bool:
+    """Return whether the loss of a run was infinite or NaN at the end of training."""
+    return run["losses"][-1] is None
 
 
 def load(path: Path) -> Row:

@@ -12,11 +12,11 @@ from tfla._util.files import write_atomically
 from tfla._util.markdown import table
 from tfla.paper.evidence.models import LABELS, MODELS
 from tfla.paper.evidence.plans import EXPERIMENTS
-from tfla.paper.evidence.summary import Group, groups, mean_text, setting
+from tfla.paper.evidence.summary import Group, diverged, groups, mean_text, setting
 from tfla.paper.style import short
 
 Row = dict[str, Any]
-MARK = re.compile(r"(<!-- evidence: (\w+) -->)\n(?:[^\n<][^\n]*\n|\n(?=\||!\[|Not run: ))*")
+MARK = re.compile(r"(<!-- evidence: (\w+) -->)\n(?:[^\n<][^\n]*\n|\n(?=\||!\[|Diverged: |Not run: ))*")
 NOT_RUN = "not run"
 GROUP_NAMES = {"Z2": "parity", "Z5": "addition modulo 5", "S3": "permutations of 3", "S5": "permutations of 5"}
 
@@ -159,8 +159,17 @@ def _without_runs(name: str, found: Row) -> str:
     return f"\n\nNot run: {'; '.join(labels)}." if labels else ""
 
 
+def _diverged(found: Row) -> str:
+    """Return a sentence that counts the runs of each model that diverged, after an empty line; or nothing."""
+    ended: dict[str, list[bool]] = {}
+    for g in groups(found):
+        ended.setdefault(g.label, []).extend(map(diverged, g.runs))
+    labels = [f"{sum(runs)} of {len(runs)} runs of {label}" for label, runs in ended.items() if any(runs)]
+    return f"\n\nDiverged: {'; '.join(labels)}. The table has the other runs alone." if labels else ""
+
+
 def block(name: str, results: dict[str, Row], folder: Path) -> str:
-    """Return what stands under a mark: setting, table, models that were not run, and figure.
+    """Return what stands under a mark: setting, table, runs that diverged, models that were not run, and figure.
 
     An experiment that has no results has the command that runs it instead.
 
@@ -173,7 +182,8 @@ def block(name: str, results: dict[str, Row], folder: Path) -> str:
         return mixers(results)
     if name not in results:
         return f"No results are stored: `tfla experiment {name} --size full`."
-    text = f"{setting(results[name])}.\n\n{TABLES[name](results[name])}{_without_runs(name, results[name])}"
+    notes = _diverged(results[name]) + _without_runs(name, results[name])
+    text = f"{setting(results[name])}.\n\n{TABLES[name](results[name])}{notes}"
     image, title = f"img/evidence_{name}.png", EXPERIMENTS[name].title
     return f"{text}\n\n![{title[0].upper()}{title[1:]}]({image})" if (folder / image).exists() else text
 
