@@ -123,7 +123,7 @@ def test_any_problem(T: int, K: int, V: int, seed: int) -> None:
 def test_operator_launches_no_pass_of_its_own(
     V: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """The kernels read q and k as they are; with gradients also where heads are wide, or cut, they are normalized."""
+    """The kernels read q and k as they are, but with gradients normalized copies of wide heads or in segments."""
     p = drawn("gdn", zeros=False, T=130, V=V, H=1, Hq=1, carried=False)
     x, passes = inputs(p), []
     plain = fused_activations._Normalized.apply

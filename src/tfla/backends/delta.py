@@ -170,7 +170,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
         """Return whether the kernels of an eager call divide q and k by their norms themselves.
 
-        Then they store no states of chunks.
+        A forward with `save` then returns 1 / |q| and 1 / |k| in the place of the states of chunks.
         """
         return False
 

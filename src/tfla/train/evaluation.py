@@ -40,8 +40,8 @@ def token_losses(
         reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
             as sequences.
         steps: this process's part of the steps of the rows. With cu_seqlens the rows are cut as one sequence.
-        device: the device of the model; None is that of the windows. From windows on the CPU the host enqueues all of
-            it ahead of a GPU; with cu_seqlens, windows on a GPU cost a synchronization.
+        device: the device of the model; None is that of the windows. If the windows are on the CPU, the host does not
+            wait for a GPU; with cu_seqlens, windows on a GPU cost a synchronization.
         recompute_logits: whether a LanguageModel holds the logits of a part of the tokens at a time, and computes them
             again in the backward.
 

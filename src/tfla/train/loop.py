@@ -141,7 +141,7 @@ class _Training:
         self.optimizer = optimizer(self.model, config.optim)
         self.step = 0
         self.progress: dict[str, Any] = {"elapsed": 0.0}
-        self.timed_from: float | None = None  # when the last step ended; None before a step that has its own start
+        self.timed_from: float | None = None  # when the last step ended; None if the next one has its own start
         if latest is not None:
             self.step, self.progress = restore(latest, self.model, self.optimizer, ranks)
         if ranks.first:
@@ -192,7 +192,7 @@ class _Training:
                     saves = self.step % config.checkpoint_every == 0
                     if evaluates or saves:  # the loss of what is saved is checked, and recorded before its evaluation
                         stopped_by, pending = self._finish(pending, stop, bar) or stopped_by, None
-                        self.timed_from = None  # no step has their time
+                        self.timed_from = None  # the time that these take is that of no step
                     self.checkpoints.raise_failure()
                     if evaluates:
                         bar.show_evaluation(self._evaluate().bits_per_byte)
@@ -233,7 +233,7 @@ class _Training:
 
         The seconds of a step are those from the end of the last reading to the end of its own, in which the device
         computes one step. The first step of a run, and the first one after an evaluation or a checkpoint, is timed from
-        its own start. A step that was computed before the host had enqueued all of it, as on a CPU, ended then.
+        its own start. A step that the device has computed by the time it is enqueued, as a CPU has, ends at that time.
 
         Args:
             pending: the update.

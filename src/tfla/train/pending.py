@@ -45,7 +45,7 @@ class PendingStep(NamedTuple):
     reading: ClippedReading
     """The mean loss of this process, the norm, and the largest input gate if there are any."""
     computed: float | None
-    """When it was computed, by `time.perf_counter`, on a device that had done so once it was enqueued; else None."""
+    """The time after it was enqueued, by `time.perf_counter`, if the device had computed it by then, as a CPU has."""
 
     def read(self, ranks: Ranks, signal: int) -> StepNumbers:
         """Wait for the numbers of this process and gather those of all processes.

@@ -14,6 +14,8 @@ The steps of a tile (`process_tile`), each of which reads the result of the one 
     (4)   E^T <- R^T - (R^T * beta) X^T                 (64, L) = (64, L) (L, L), (R2), in float16
     (5)   C^T <- g C^T + (E^T * (w beta)) k             (64, dqk) = (64, L) (L, dqk), (R4), E^T split in two
 
+With NORMALIZED keys are divided by their norms: a in (3) and w beta in (5) have the factor r = 1 / |k|, as X has.
+
 Which partition waits for which:
 
     load and gate warp --full[s]--> consumers 0 and 1 --empty[s]--> load and gate warp

@@ -35,13 +35,15 @@ own gradient is a correction by rows, before step (8):
 
     dq <- dq - q r_q^2 (q . dq),   dk <- dk - k r^2 (k . dk)
 
-Of k . dk, the part of what keys write is beta dbeta. The rest of both inner products are the sums of (3) and (10), for
-each reader apart and with the pair of a step with itself. A dot warp adds them up while (5) and (6) run.
+The part of k . dk that comes from writing is beta dbeta. The rest of both inner products are the sums of (3) and (10),
+for each reader apart, and for q also what (7) adds. A dot warp adds them up while (5) and (6) run:
+
+    consumers 0 and 1 --summed (sums of tile n)--> dot warp --factors (of q and k in tile n)--> consumers 0 and 1
 
 dk_w is never in shared memory: each thread loads what it adds to, see `delta_dk_w.py`. dk can lie in its memory.
 
-The docstring of `dq_dk.py` shows which partition waits for which. A stage of the ring has 80 KiB: 16 KiB for each of
-q, k, E, do and dv. The ring has two stages.
+The docstring of `dq_dk.py` shows which of the other partitions waits for which. A stage of the ring has 80 KiB: 16 KiB
+for each of q, k, E, do and dv. The ring has two stages.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,15 +80,16 @@ if TYPE_CHECKING:
     from tfla.backends.triton.delta import DeltaContext
 
 STAGES = gl.constexpr(2)  # stages of the ring, 80 KiB of tiles each
-# Parts of the sums of a stage: of reads eight, one for each warp of the consumers; of rows of W one for each consumer;
-# of columns of W one for each warp, of half of the columns. With NORMALIZED two more are rows of S_k * (k k^T), by
-# consumers.
+# Parts of the sums of a stage, L numbers each: eight of reads, one for each warp of the consumers; two of rows of W,
+# one for each consumer; four of columns of W, of which each warp has half of a part. With NORMALIZED the parts of reads
+# are those of queries until the dot warp adds those of keys, and two more are rows of S_k * (k k^T), by consumers.
 PARTS = gl.constexpr(16)  # a power of two; the last two are used with NORMALIZED alone
 KEY_ROWS = gl.constexpr(14)  # the first of those
 # Vectors of a tile that the dot warp stores: the factors of q and k in the correction of dq and dk.
 QUERY_FACTOR = gl.constexpr(13)
 KEY_FACTOR = gl.constexpr(14)
-# Vectors of a tile that consumers store, the second one 8 vectors after the first: q . dq of a step's own write.
+# The vector of a tile that consumer 0 stores; that of consumer 1 is 8 vectors after it. It has what (7) adds to q . dq,
+# in the consumer's half of the steps, and zeros.
 OWN_READS = gl.constexpr(7)
 # Matrices in `p`: two of each, for this tile and the next.
 OF_QUERIES = gl.constexpr(0)
@@ -120,11 +123,11 @@ class SharedStorage(NamedTuple):
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
     # What consumers exchange:
-    p: Any  # S_q, S_k and the rounding errors of S_q, of this tile and of the next, (6, L, L)
+    p: Any  # S_q, S_k and the rounding errors of S_q, each of this tile and of the next, (6, L, L)
     ready: Any  # barriers, (2): both halves of them are stored
     # With NORMALIZED:
     key_reads: Any  # parts of k . dr of reads of earlier tiles, (1, 8 L)
-    summed: Any  # barrier: what the dot warp adds up is stored
+    summed: Any  # barrier: both consumers have stored what the dot warp adds up
     factors: Any  # barrier: the dot warp has stored QUERY_FACTOR and KEY_FACTOR
 
 
@@ -132,10 +135,12 @@ class SharedStorage(NamedTuple):
 def run_dot_warp(norms, query_norms, dbeta, beta, shared, params, config):
     """Store the factors of q and k in the correction of dq and dk of each tile, with NORMALIZED.
 
+    The store warp needs the reads of both readers in one sum: those of keys are added to the first part of the sums.
+
     Args:
         norms, query_norms: 1 / |k| and 1 / |q|, (B, T, H).
         dbeta: (B, T, H) float32.
-        beta: The source of beta.
+        beta: The `WriteSource`, which has beta and its strides.
         shared: Shared memory.
         params: The numbers of the scheduler.
         config: Constants.
@@ -240,10 +245,10 @@ def load_weights(shared, s, half: gl.constexpr, config):
 
 @gluon.jit
 def store_scores(S_q, S_k, QK, KK, n, s, ids, gmem, shared, half: gl.constexpr, config):
-    """Store the consumer's half of S_q and S_k of tile n, and what step (10) leaves, and tell the other consumer.
+    """Store the consumer's half of S_q and S_k of tile n, the sums of step (10) and OWN_READS, and tell the other one.
 
     Args:
-        S_q, S_k: do E^T and dv E^T, (L, L / 2).
+        S_q, S_k: do E^T and dv E^T, (L, L / 2), of which S_q and S_k are made.
         QK, KK: q k^T and k k^T, (L, L / 2), which are read with gates or NORMALIZED.
         n: Number of the tile.
         s: Its stage.
@@ -384,7 +389,7 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     k = shared.k.index(2 * s + half)
     k_t = k.reshape([L, 64]).permute((1, 0)).load(of_out)  # (64, L)
     if config.GATED or config.NORMALIZED:
-        # (3) q . dq + k . dr, summed over the consumer's rows
+        # (3) q . dq + k . dr, summed over the consumer's rows; with NORMALIZED each apart
         if config.NORMALIZED:
             mma.store_partial_sums(R * k_t.to(gl.float32), shared.key_reads.index(0), half, L)
             q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)

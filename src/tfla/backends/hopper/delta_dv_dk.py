@@ -39,8 +39,8 @@ The left operand of (8) is split into a sum of two 16-bit numbers, and that of (
 gates read of this scan and of the one with time then differs by less than what rounding inputs costs.
 
 With NORMALIZED q and k are divided by their norms, and dk_w is r times the gradient of the normalized keys, r = 1 / |k|
-and r_q = 1 / |q|. These are weights: r is a factor of w, and r_q or r one of a; rows and columns of P and S_q have r_q
-for the query and r for the key, and those of S_k r for each of both keys.
+and r_q = 1 / |q|. These are factors of weights: r of w, r_q of a in (8) and r of a in (9). P_ij and S_q,ij have the
+factor r_q of the query i and r of the key j, and S_k,ij has r of both keys.
 
 Accumulators and operands of (13) live only from there on, so that at no time more than 176 registers hold data. The
 rest must hold what a loop keeps. So addresses and descriptors that are the same in every tile are computed again.
@@ -191,7 +191,7 @@ def with_norms(weights, g, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, conf
 
 @gluon.jit
 def load_score_weights(gmem, shared, s, half: gl.constexpr, config):
-    """Return D times scale of the tile in stage s for one half of the columns, (L, L / 2), unmasked, with norms."""
+    """Return D times scale, and r_q and r, of the tile in stage s for half of the columns, (L, L / 2), unmasked."""
     L: gl.constexpr = config.L
     weights = delta_tiles.load_scaled_decays(gmem, shared, s, half, config)
     if config.NORMALIZED:

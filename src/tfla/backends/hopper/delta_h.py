@@ -71,7 +71,7 @@ class GlobalPointers(NamedTuple):
 
     out: Any  # TMA descriptor of h
     e: Any  # TMA descriptor of E
-    query_norms: Any  # (B, T, H)
+    query_norms: Any  # output for 1 / |q|, (B, T, H), with NORMALIZED and SAVE
     state_in: Any  # (sequences, H, dqk, dhv)
     state_out: Any  # (sequences, H, dqk, dhv)
     scale: Any  # the factor of the queries
@@ -90,8 +90,8 @@ class SharedStorage(NamedTuple):
     empty: Any  # barriers, (STAGES)
     # What consumers exchange, and what leaves:
     p: Any  # P of this tile and of the next, (2, L, L)
-    norms: Any  # 1 / |q| of this tile and of the next, with NORMALIZED, (2, 2 L): the halves of each consumer, else 0
-    ready: Any  # barriers, (2): both halves of P, and of the norms, are stored
+    norms: Any  # 1 / |q| of this tile and the next, (2, 2 L): the half of each consumer among zeros; with NORMALIZED
+    ready: Any  # barriers, (2): both consumers have stored their half of P, and of the norms
     e: Any  # E, (2, L, 64): one tile for each consumer
 
 
@@ -173,7 +173,7 @@ def load_weights(shared, s, half: gl.constexpr, config):
 
 @gluon.jit
 def store_query_norms(norms, t, work_tile, gmem, params, config):
-    """Store 1 / |q| of the tile at step t of a work tile to global memory, from both halves in shared memory, (2 L)."""
+    """Store 1 / |q| of the tile at step t to global memory, from what both consumers have in shared memory, (2 L)."""
     L: gl.constexpr = config.L
     step = gl.arange(0, L, gl.BlockedLayout([1], [32], [4], [0]))
     inverse = norms.slice(0, L, 0).load(step.type.layout) + norms.slice(L, L, 0).load(step.type.layout)

@@ -173,7 +173,7 @@ def solve_diagonal(m, vectors, blocks, X, steps, stride, PRECISION: gl.constexpr
 
     Args:
         m: M_ii in shared memory, (BLOCKS SIDE, SIDE), zeros on and above the diagonal.
-        vectors: Shared memory with beta of the tile in its third row, (3, L), or None where beta is 1.
+        vectors: Those of `multiply_keys` in shared memory, of which the third is beta; or None where beta is 1.
         blocks: Output in shared memory for X_ii rounded to tf32, (BLOCKS SIDE, SIDE).
         X: Output for X_ii, the first step of the tile.
         steps: Steps from there on.

@@ -27,16 +27,16 @@ COLUMNS = gl.constexpr(128)  # columns of dhv that a program computes
 # Vectors of a stage, NUM_VECTORS of L float32 numbers each, after ROW_EXPONENT and COLUMN_EXPONENT of `pipeline`.
 READ_WEIGHT = gl.constexpr(2)  # a, the weight of the state in what each step reads
 WRITE = gl.constexpr(3)  # beta
-UPDATE_WEIGHT = gl.constexpr(4)  # w, the weight of each step in the update of the state; for h times beta
+UPDATE_WEIGHT = gl.constexpr(4)  # w, the weight of each step in the update of the state; with time times beta
 TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
 SAME_STEP = gl.constexpr(6)  # scale do . E beta, for dq and dk alone
 NUM_VECTORS = gl.constexpr(8)  # a power of two; seven are used
-# More of them where the kernels divide q and k by their norms. r is 1 / |k|, which UPDATE_WEIGHT and SAME_STEP contain,
-# too, and r_q is 1 / |q|.
+# More of them where the kernels divide q and k by their norms: r is 1 / |k| and r_q is 1 / |q|, with EPS under the
+# root. UPDATE_WEIGHT then has the factor r, and SAME_STEP the factor r r_q. `delta_dq_dk.py` has further vectors.
 KEY_READ_WEIGHT = gl.constexpr(8)  # a r, the weight of the state in what each step reads by its key
 KEY_WRITE = gl.constexpr(9)  # beta r
-QUERY_NORM = gl.constexpr(10)  # r_q
-KEY_NORM = gl.constexpr(11)  # r
+QUERY_NORM = gl.constexpr(10)  # r_q, not for h
+KEY_NORM = gl.constexpr(11)  # r, not for h
 QUERY_READ_WEIGHT = gl.constexpr(12)  # a r_q, not for h
 NUM_VECTORS_NORMALIZED = gl.constexpr(16)
 EPS = gl.constexpr(1e-6)  # is added to squared norms
@@ -56,7 +56,7 @@ class Config(NamedTuple):
     BY_KEYS: Any = False  # consumers hold 64 rows of the state, by COLUMNS, not 64 of its transpose, by ROWS
     CHECKPOINT_STEPS: Any = 0  # steps between checkpoints, for dq and dk
     IS_SEGMENTED: Any = False  # no work tile is a segment
-    NORMALIZED: Any = False  # q and k are divided by their norms, for h and the action of spans
+    NORMALIZED: Any = False  # q and k are divided by their norms
     INDEXED: Any = False  # `state_in` and `state_out` are a pool, and the schedule has the rows; for h
     BLOCK: Any = 0  # the block of COLUMNS columns that a launch computes, for dv and dk_w
 
@@ -88,7 +88,7 @@ class WriteSource(NamedTuple):
     stride_h: Any
     tiles_per_head: Any  # tiles of one head over all batch rows
     key_norms: Any = None  # r, (B, T, H) float32, with NORMALIZED
-    query_norms: Any = None  # r_q, likewise; None for h, whose kernel computes it
+    query_norms: Any = None  # r_q, likewise; None for h, whose kernel computes it, and for the action of spans
     do_e: Any = None  # do . E, (B, T, H), for dq and dk alone
     scale: Any = None  # the factor of the queries, likewise
 
@@ -134,7 +134,7 @@ def count_tiles(index, steps, params, config):
 
 @gluon.jit
 def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, config):
-    """Store the vectors of each tile to shared memory: gate vectors from global memory, beta, and for h their product.
+    """Store the vectors of each tile to shared memory: gate vectors, beta and norms, and products of these.
 
     Args:
         source: Where they come from.

@@ -148,7 +148,11 @@ def launch_context(
 def context(
     base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor, norms: Tensor | None = None
 ) -> DeltaContext:
-    """Return the context of a call with at most one gate a step; `norms` are those that the forward has stored."""
+    """Return the context of a call with at most one gate a step.
+
+    `norms` are those that the forward has stored. Without them a call whose kernels normalize q and k, which is then a
+    forward, gets memory for them, which its kernels fill.
+    """
     config = delta_config(base.K, base.V, architecture(x.q.device), read_key=x.read_key is not None)
     if not spec.normalize_qk:
         norms = None
