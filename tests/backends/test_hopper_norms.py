@@ -24,7 +24,7 @@ from tfla.ops.delta_activations import normalized
 __all__ = ["pytestmark", "simulation"]  # the marks and the fixture of the other tests of these kernels
 
 
-def drawn(model: str, zeros: bool = True, **sizes: Any) -> DeltaProblem:
+def drawn(model: str, zeros: bool = True, with_beta: bool = True, **sizes: Any) -> DeltaProblem:
     """Return a problem whose q and k have norms from 0.05 to 20 or more, and a few rows of zeros if these are asked."""
     p = delta_problem(model, **{"K": 128, "V": 128, "B": 1, **sizes}, dtype=DTYPE)
     generator = torch.Generator().manual_seed(1)
@@ -32,7 +32,7 @@ def drawn(model: str, zeros: bool = True, **sizes: Any) -> DeltaProblem:
     if zeros:
         q[:, 2::31] = 0.0
         k[:, 3::29] = 0.0
-    return dataclasses.replace(p, x=p.x._replace(q=q, k=k))
+    return dataclasses.replace(p, x=p.x._replace(q=q, k=k, beta=p.x.beta if with_beta else None))
 
 
 def exact(p: DeltaProblem) -> dict[str, Tensor]:
@@ -90,9 +90,11 @@ def test_shapes(shape: dict[str, Any], model: str) -> None:
 
 GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a tile": ("gdn", {"T": 64, "H": 1, "Hq": 1, "carried": False}),
+    "a few steps": ("gdn", {"T": 3, "H": 8, "Hq": 4, "B": 2}),
+    "writes of strength 1": ("gdn", {"T": 70, "H": 1, "Hq": 1, "with_beta": False}),
     "several tiles": ("gdn", {"T": 330, "H": 1, "Hq": 1}),
     "heads that share keys": ("gdn", {"T": 70, "Hq": 1, "H": 2}),
-    "packed": ("gdn", {"lengths": (0, 70, 3, 64), "Hq": 1}),
+    "packed": ("gdn", {"lengths": (0, 70, 3, 64, 0), "Hq": 1}),
     "72 x 64": ("gdn", {"T": 70, "K": 72, "V": 64, "B": 2}),
     "without gates": ("deltanet", {"T": 130, "H": 1, "Hq": 1}),
 }

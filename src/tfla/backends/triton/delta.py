@@ -82,9 +82,8 @@ class DeltaContext:
     spec: DeltaSpec
     config: DeltaConfig
     beta: Tensor  # (B, T, H); ones where the call has none
-    norms: Tensor | None = (
-        None  # (2, B, T, H) float32, 1 / |q| and 1 / |k|, where kernels divide q and k by these norms
-    )
+    # (2, B, T, H) float32, 1 / |q| and 1 / |k|, where the kernels divide q and k by their norms.
+    norms: Tensor | None = None
 
     @property
     def read_key(self) -> Tensor:
@@ -477,6 +476,7 @@ def run_initial_cotangent(
     x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec, by: InitialCotangent = initial_cotangent
 ) -> Tensor:
     """Record or replay the launches of :func:`initial_cotangent`, for calls without the kernels of `channel_rule`."""
+    assert not spec.normalize_qk, "norms that a forward has stored are not taken here"
     given = *x, out.E, out.X, dh
     signature = call_signature(("initial cotangent", by), x, spec, *given[len(x) :])
     recorded = recorded_launches(signature)
