@@ -132,15 +132,14 @@ class SharedStorage(NamedTuple):
 
 
 @gluon.jit
-def run_dot_warp(norms, query_norms, dbeta, beta, shared, params, config):
+def run_dot_warp(source, dbeta, shared, params, config):
     """Store the factors of q and k in the correction of dq and dk of each tile, with NORMALIZED.
 
     The store warp needs the reads of both readers in one sum: those of keys are added to the first part of the sums.
 
     Args:
-        norms, query_norms: 1 / |k| and 1 / |q|, (B, T, H).
+        source: Where beta, 1 / |k| and 1 / |q| come from.
         dbeta: (B, T, H) float32.
-        beta: The `WriteSource`, which has beta and its strides.
         shared: Shared memory.
         params: The numbers of the scheduler.
         config: Constants.
@@ -151,16 +150,16 @@ def run_dot_warp(norms, query_norms, dbeta, beta, shared, params, config):
     for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         first = (b.to(gl.int64) * params.T + start) * params.H + h
-        beta_at = beta.beta + (b.to(gl.int64) * beta.stride_b + h.to(gl.int64) * beta.stride_h)
-        beta_at += gl.to_tensor(start).to(gl.int64) * beta.stride_t
+        beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
+        beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
         for i in range(0, (steps + L - 1) // L):
             t = i * L + r
             at = first + t.to(gl.int64) * params.H
             exists = t < steps
             written = gl.load(dbeta + at, mask=exists, other=0.0)
-            written *= gl.load(beta_at + t.to(gl.int64) * beta.stride_t, mask=exists, other=0.0).to(gl.float32)
-            of_key = gl.load(norms + at, mask=exists, other=0.0)
-            of_query = gl.load(query_norms + at, mask=exists, other=0.0)
+            written *= gl.load(beta + t.to(gl.int64) * source.stride_t, mask=exists, other=0.0).to(gl.float32)
+            of_key = gl.load(source.key_norms + at, mask=exists, other=0.0)
+            of_query = gl.load(source.query_norms + at, mask=exists, other=0.0)
             s = n % STAGES
             g = shared.g.index(s)
             sums = shared.sums.index(s)
@@ -549,6 +548,7 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
         L=L, STAGES=STAGES, REVERSE=False, IS_SEGMENTED=False, RESULT=RESULT
     )
     fence_async_shared()
+    # Two whole lists, since one that is joined from two loses the fields that are None.
     if config.NORMALIZED:
         gl.warp_specialize(
             [
@@ -559,7 +559,7 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
                 (store_warp.run_store_warp, (
                     shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
                 )),
-                (run_dot_warp, (source.key_norms, source.query_norms, dbeta, source, shared, params, config)),
+                (run_dot_warp, (source, dbeta, shared, params, config)),
             ],
             [4, 1, 1, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
