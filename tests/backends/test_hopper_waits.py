@@ -1,4 +1,4 @@
-"""Tests that no wait, arrival, fence or barrier of the Hopper kernels can be left out: the simulator then fails."""
+"""Tests that Hopper kernels need each wait, arrival, invalidation, fence and barrier: the simulator fails without."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ SYNCHRONIZES = (
     "mbarrier.wait",
     "mbarrier.arrive",
     "mbarrier.expect",
+    "mbarrier.invalidate",
     "barrier",
     "pipeline.barrier",
     "fence_async_shared",

@@ -165,6 +165,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any
     if layout is Barrier:
         bars = [Barrier() for _ in range(shape[0])]
         return bars[0] if len(shape) == 1 else Barriers(bars)
+    current().last_allocation = current().tick()
     return Shared.allocate(dtype, shape, BLOCK if len(shape) > 1 and layout != "swizzled" else 1)
 
 
@@ -262,6 +263,7 @@ MBARRIER = _module(
     expect=lambda bar, size: bar.expect(size),
     wait=lambda bar, phase: bar.wait(int(phase)),
     arrive=arrive,
+    invalidate=lambda bar: bar.invalidate(),
 )
 TMA = _module(
     "tma",

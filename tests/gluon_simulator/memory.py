@@ -113,13 +113,33 @@ class Barrier:
         self.agent = READERS + len(program.barriers)
         program.barriers.append(self)
         self.copies = 0
+        self.invalidated = False
 
     def init(self, count: int) -> None:
+        self._use()
         self.count = self.missing = count
         self.phase = self.bytes = 0
         self.next, self.clock = VectorClock(), VectorClock()
         self.fenced = False  # whether TMA may use it: a fence has come after its initialization
         self.passed: dict[int, int] = {}  # the times at which agents went on after waiting for this phase
+
+    def _use(self) -> None:
+        if self.invalidated:
+            raise RaceError("a barrier is used after its invalidation")
+        self.last_use = current().tick()
+
+    def invalidate(self) -> None:
+        self._use()
+        self.invalidated = True
+
+    def check_lifetime(self) -> None:
+        """Raise RaceError if memory that was allocated after the last use may be the barrier's.
+
+        The compiler gives the memory of what is not used any more to later tensors. PTX allows that only after an
+        invalidation: where processes share a GPU, what is stored there may be lost.
+        """
+        if not self.invalidated and self.last_use < current().last_allocation:
+            raise RaceError("a barrier is not invalidated, and shared memory is allocated after its last use")
 
     @property
     def empty(self) -> bool:
@@ -138,6 +158,7 @@ class Barrier:
         assert self.missing >= 0, f"a phase of a barrier has more than {self.count} arrivals"
 
     def arrive(self, count: int = 1) -> None:
+        self._use()
         self.next.learn(current().partition.shared)
         self.missing -= count
         self._done()
@@ -154,6 +175,7 @@ class Barrier:
     def wait(self, phase: int) -> None:
         program = current()
         program.wait(f"a barrier, {Where()}", lambda: self.phase != phase)
+        self._use()
         program.partition.clock.learn(self.clock)
         program.partition.shared.learn(self.clock)  # every thread of the partition waits
         if program.partition.warps > 1:

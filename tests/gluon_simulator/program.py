@@ -76,6 +76,12 @@ class Program:
         self.turns: list[threading.Semaphore] = []
         self.error: BaseException | None = None
         self.barriers: list[Any] = []
+        self.time = self.last_allocation = 0
+
+    def tick(self) -> int:
+        """Return the number of an action among those on barriers and allocations."""
+        self.time += 1
+        return self.time
 
     @property
     def partition(self) -> Partition:
@@ -117,6 +123,8 @@ class Program:
             done.acquire()
         if self.error is not None:
             raise self.error
+        for bar in self.barriers:  # what partitions are given has its memory until they end
+            bar.last_use = self.tick()
         if any(not bar.empty for bar in self.barriers):
             raise RuntimeError("copies from memory are on their way when the program ends")
 
@@ -164,5 +172,7 @@ def run(kernel: Callable[[], Any], grid: Sequence[int], warps: int, seed: int) -
             _RUNNING.append(Program((x, y, 0), sizes, warps, seed))
             try:
                 kernel()
+                for bar in _RUNNING[-1].barriers:
+                    bar.check_lifetime()
             finally:
                 _RUNNING.pop()

@@ -345,6 +345,7 @@ def multiply_keys(K, keys, beta, gates, steps, bt, L: gl.constexpr, GATED: gl.co
     M00, M11, M22, M33 = zero, zero, zero, zero
     M10, M32, M20, M21, M30, M31 = zero, zero, zero, zero, zero, zero
     mbarrier.wait(full, 0)
+    mbarrier.invalidate(full)  # PTX asks for it before other tensors are stored there
     BK: gl.constexpr = K.block_type.shape[-1]
     k = k.index(0).reshape([L, BK])
     for channel in gl.static_range(0, BK, CHANNELS):
