@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -24,7 +26,7 @@ from tfla.paper.evidence.models import LABELS, MODELS, Shape, model_config, stat
 from tfla.paper.evidence.needle import DEPTHS, Needle
 from tfla.paper.evidence.plans import EXPERIMENTS, PLAIN
 from tfla.paper.evidence.recall import Recall
-from tfla.paper.evidence.results import Results, description
+from tfla.paper.evidence.results import Results, Row, description
 from tfla.paper.evidence.run import EvidenceConfig
 from tfla.paper.evidence.run import run as run_experiment
 from tfla.paper.evidence.summary import groups, load, setting
@@ -361,6 +363,25 @@ def test_pages_have_the_tables_of_the_stored_results(tmp_path: Path) -> None:
         copy.write_text(MARK.sub(lambda mark: f"{mark[1]}\nold\n", page.read_text()))
         renew(copy, results)
         assert copy.read_text() == page.read_text()
+
+
+def test_runs_that_diverged_are_trained_again_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[list[int]] = []
+
+    def train(runs: list[Run], *options: Any) -> Iterator[tuple[Run, Row]]:
+        trained.append([run.seed for run in runs])
+        for run in runs:
+            loss = math.nan if run.seed == 1 and len(trained) < 3 else 0.5
+            yield run, {"losses": [1.0, loss], "rows": []}
+
+    monkeypatch.setattr("tfla.paper.evidence.run.train_runs", train)
+    config = EvidenceConfig(folder=tmp_path, device="cpu", models=("gla",), tasks=1, seeds=3, lrs=1)
+    for again in (False, False, True, True):
+        path, _ = run_experiment("recall", replace(config, diverged_again=again))
+    shapes = 2
+    assert [sorted(seeds) for seeds in trained] == [sorted([0, 1, 2] * shapes), [], [1] * shapes, []]
+    assert sorted(row["run"]["seed"] for row in load(path)["runs"]) == sorted([0, 1, 2] * shapes)
+    assert all(row["losses"] == [1.0, 0.5] for row in load(path)["runs"])
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -24,6 +24,11 @@ def description(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def diverged(run: Row) -> bool:
+    """Return whether the loss of a run was infinite or NaN at the end of training."""
+    return run["losses"][-1] is None
+
+
 class Results:
     """The results of an experiment in a file, where a run is known by all of its fields.
 
@@ -57,12 +62,26 @@ class Results:
 
     def __contains__(self, run: Run) -> bool:
         """Return whether the results of a run are there."""
-        return description(run) in (row["run"] for row in self.found["runs"])
+        return self._place(run) is not None
+
+    def diverged(self, run: Run) -> bool:
+        """Return whether the results of a run are there, and it diverged."""
+        place = self._place(run)
+        return place is not None and diverged(self.found["runs"][place])
 
     def add(self, run: Run, found: Row) -> None:
-        """Add the results of a run and write the file, which is replaced at once."""
-        self.found["runs"].append({"run": description(run)} | self.elsewhere | _finite(found))
+        """Add the results of a run, or replace those that are there, and write the file, which is replaced at once."""
+        row, place = {"run": description(run)} | self.elsewhere | _finite(found), self._place(run)
+        if place is None:
+            self.found["runs"].append(row)
+        else:
+            self.found["runs"][place] = row
         self.write()
+
+    def _place(self, run: Run) -> int | None:
+        """Return the index of the results of a run, or None."""
+        fields = description(run)
+        return next((n for n, row in enumerate(self.found["runs"]) if row["run"] == fields), None)
 
     def write(self) -> None:
         """Write the file, with a line for each run."""

@@ -54,6 +54,8 @@ class EvidenceConfig:
     """The number of learning rates; None is all of the size."""
     steps: int | None = None
     """The number of training steps, instead of that of the size."""
+    diverged_again: bool = False
+    """Whether runs that diverged are trained again; what is found then replaces their results."""
     text: tuple[Path, ...] = ()
     """Text files, or folders with them, for `length` and `language`; none is Python's standard library."""
     text_suffixes: tuple[str, ...] = (".txt",)
@@ -113,7 +115,7 @@ def run(name: str, config: EvidenceConfig) -> tuple[Path, int]:
         runs, head["text"] = _with_text(runs, config, folder)
     target = config.out or folder / f"{name}.json"
     results = Results(target, head, timed=EXPERIMENTS[name].timed)
-    missing = [r for r in runs if r not in results]
+    missing = [r for r in runs if r not in results or (config.diverged_again and results.diverged(r))]
     processes = min(config.processes or default_processes(device), max(1, len(missing)))
     print(
         f"{name}, {config.size}: {len(runs)} runs of {runs[0].steps if runs else 0} steps on {device}, "

@@ -12,7 +12,7 @@ from tfla._util.errors import UserError
 from tfla.bench import schema
 from tfla.bench.results import read
 from tfla.paper.evidence.models import LABELS, MODELS
-from tfla.paper.evidence.results import KIND
+from tfla.paper.evidence.results import KIND, diverged
 from tfla.paper.training_runs import mean_text
 
 Row = dict[str, Any]
@@ -45,11 +45,6 @@ class Group(NamedTuple):
     def texts(self, key: str, value: str, digits: int = 2) -> dict[Any, str]:
         """Return :meth:`measured` as texts: mean and standard deviation."""
         return {x: mean_text(values, digits) for x, values in self.measured(key, value).items()}
-
-
-def diverged(run: Row) -> bool:
-    """Return whether the loss of a run was infinite or NaN at the end of training."""
-    return run["losses"][-1] is None
 
 
 def load(path: Path) -> Row:

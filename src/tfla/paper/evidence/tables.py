@@ -12,7 +12,8 @@ from tfla._util.files import write_atomically
 from tfla._util.markdown import table
 from tfla.paper.evidence.models import LABELS, MODELS
 from tfla.paper.evidence.plans import EXPERIMENTS
-from tfla.paper.evidence.summary import Group, diverged, groups, mean_text, setting
+from tfla.paper.evidence.results import diverged
+from tfla.paper.evidence.summary import Group, groups, mean_text, setting
 from tfla.paper.style import short
 
 Row = dict[str, Any]
