@@ -372,7 +372,8 @@ def test_runs_that_diverged_are_trained_again_where_asked(tmp_path: Path, monkey
         trained.append([run.seed for run in runs])
         for run in runs:
             loss = math.nan if run.seed == 1 and len(trained) < 3 else 0.5
-            yield run, {"losses": [1.0, loss], "rows": []}
+            measured = {"parameters": 100, "state": 64, "seconds": 1.0, "tokens_per_second": 1000, "rows": []}
+            yield run, measured | {"losses": [1.0, loss]}
 
     monkeypatch.setattr("tfla.paper.evidence.run.train_runs", train)
     config = EvidenceConfig(folder=tmp_path, device="cpu", models=("gla",), tasks=1, seeds=3, lrs=1)
