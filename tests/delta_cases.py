@@ -207,8 +207,8 @@ def gradients(p: Any, leaves: Mapping[str, Tensor], h: Tensor, C: Tensor) -> dic
     return {"h": h.detach(), "C": C.detach()} | {f"d{n}": g for n, g in zip(leaves, found, strict=True)}
 
 
-def check_beside_terms(p: DeltaProblem, found: Mapping[str, Tensor]) -> None:
-    """Every quantity is within the tolerance of the terms it is made of.
+def sizes_of_terms(p: DeltaProblem) -> dict[str, float]:
+    """The norm of every quantity of `truth`, or of the terms it is made of where these are larger.
 
     The final state is a sum of what all steps write, the gradient of the initial one a sum of what they read, that of
     keys has two terms (`truth_and_terms`), and that of gates is a sum of products q dq, k dk and r dr, and over
@@ -225,6 +225,12 @@ def check_beside_terms(p: DeltaProblem, found: Mapping[str, Tensor]) -> None:
     if "dlog_f" in sizes:
         terms = [(p.leaves[n].double() * exact[f"d{n}"]).norm().item() for n in ("q", "k", "read_key") if n in p.leaves]
         sizes["dlog_f"] = max(sizes["dlog_f"], *terms)
+    return sizes
+
+
+def check_beside_terms(p: DeltaProblem, found: Mapping[str, Tensor]) -> None:
+    """Every quantity is within the tolerance of the terms it is made of (`sizes_of_terms`)."""
+    exact, sizes = truth(p), sizes_of_terms(p)
     assert found.keys() == exact.keys()
     errors = {name: ((x.double() - exact[name]).norm() / (sizes[name] or 1.0)).item() for name, x in found.items()}
     limit = TOLERANCE[p.x.q.dtype]

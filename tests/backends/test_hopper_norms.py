@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, error
-from delta_cases import DeltaProblem, delta_problem, recurrence, truth
+from delta_cases import DeltaProblem, delta_problem, recurrence, sizes_of_terms, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, inputs, pytestmark, simulation
@@ -35,13 +35,16 @@ def drawn(model: str, zeros: bool = True, with_beta: bool = True, **sizes: Any) 
     return dataclasses.replace(p, x=p.x._replace(q=q, k=k, beta=p.x.beta if with_beta else None))
 
 
-def exact(p: DeltaProblem) -> dict[str, Tensor]:
-    """Return `truth` of the problem with normalized q and k."""
-    return truth(dataclasses.replace(p, x=p.x._replace(q=normalized(p.x.q.double()), k=normalized(p.x.k.double()))))
+def with_norms_of_one(p: DeltaProblem) -> DeltaProblem:
+    """Return the problem with normalized q and k in float64."""
+    return dataclasses.replace(p, x=p.x._replace(q=normalized(p.x.q.double()), k=normalized(p.x.k.double())))
 
 
 def check_gradients(p: DeltaProblem) -> None:
-    """Check a forward that stores and its backward, launched and replayed; dq and dk are weighted by |q| and |k|."""
+    """Check a forward that stores and its backward, launched and replayed; dq and dk are weighted by |q| and |k|.
+
+    The error of dlog_f is one of the terms that it is a sum of, as in other tests of these kernels.
+    """
     spec = p.spec("fused")._replace(normalize_qk=True)
     assert BACKEND.normalizes(p.x, spec)
     leaves = {name: t.detach().double().requires_grad_() for name, t in p.leaves.items()}
@@ -50,7 +53,7 @@ def check_gradients(p: DeltaProblem) -> None:
     expected = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
     for name in ("q", "k"):
         expected[name] = expected[name] * leaves[name].norm(dim=-1, keepdim=True)
-    x = inputs(p)
+    x, size_of_gates = inputs(p), sizes_of_terms(with_norms_of_one(p)).get("dlog_f", 1.0)
     for _ in range(2):
         out = BACKEND.forward(x, spec)
         found = BACKEND.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
@@ -59,14 +62,15 @@ def check_gradients(p: DeltaProblem) -> None:
             grad = getattr(found, name).cpu().double()
             if name in ("q", "k"):
                 grad = grad * leaves[name].norm(dim=-1, keepdim=True)
-            assert error(grad, exact.detach()) <= TOLERANCE[DTYPE], name
+            size = size_of_gates if name == "log_f" else exact.norm().item() or 1.0
+            assert (grad - exact.detach()).norm().item() / size <= TOLERANCE[DTYPE], name
 
 
 def check(p: DeltaProblem, kernel: str = "fused", chunk_size: int = 1024) -> None:
     """Check h and the final state of a call, and of one that replays its launches."""
     spec = p.spec(kernel, chunk_size)._replace(save=False, normalize_qk=True)
     assert BACKEND.normalizes(p.x, spec)
-    expected = exact(p)
+    expected = truth(with_norms_of_one(p))
     for _ in range(2):
         out = BACKEND.forward(inputs(p), spec)
         assert error(out.h.cpu(), expected["h"]) <= TOLERANCE[DTYPE]
@@ -140,7 +144,7 @@ def test_operator_launches_no_pass_of_its_own(
     with torch.no_grad():
         h = run()
     assert not passes
-    assert error(h.cpu(), exact(p)["h"]) <= TOLERANCE[DTYPE]
+    assert error(h.cpu(), truth(with_norms_of_one(p))["h"]) <= TOLERANCE[DTYPE]
     leaves = [x.q.requires_grad_(), x.k.requires_grad_()]
     found = torch.autograd.grad(run(), leaves, p.dh.to(DEVICE))
     assert len(passes) == (0 if V == 128 else 2)
@@ -179,7 +183,7 @@ def test_rows_of_a_pool() -> None:
         x.q, x.k, x.v, x.beta, x.log_f, normalize_qk=True, initial_state=tfla.State(pool), state_indices=rows,
         cu_seqlens=x.cu_seqlens, return_state=True, scale=p.scale, backend="hopper",
     )  # fmt: skip
-    expected = exact(p)
+    expected = truth(with_norms_of_one(p))
     assert error(h.cpu(), expected["h"]) <= TOLERANCE[DTYPE]
     assert error(pool[rows].cpu(), expected["C"]) <= TOLERANCE[DTYPE]
     assert not pool[1].any()

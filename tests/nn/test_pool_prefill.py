@@ -159,9 +159,10 @@ def test_kernels_read_and_overwrite_the_pool(case: str, invariant: bool, monkeyp
 
     for kernels in (type(BACKENDS["triton"]), type(DELTA_BACKENDS["triton"])):
         monkeypatch.setattr(kernels, "forward_by_rows", recorded(kernels.forward_by_rows))
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
     model = model_of(
-        case, batch_invariant=invariant, d_model=32, num_heads=2, mamba_state_dim=16, backend="triton"
-    )  # fmt: skip
+        case, batch_invariant=invariant, d_model=32, num_heads=2, mamba_state_dim=16, backend="triton", dtype=dtype
+    )
     model = model.to("cpu" if INTERPRETED else "cuda")
     pool = random_pool(model)
     expected = gathered(model, "packed", pool)
