@@ -3,6 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses auto
+OLDEST_GLUON := 3.6.0
 TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
 TRANSFORMERS := transformers-$(shell sed -n 's/^transformers==//p' constraints.txt)
 LAYERS ?= mlstm_exp gated_delta_net
@@ -20,8 +21,9 @@ test: $(VENV)/dev  ## everything that runs without a GPU
 common-tests: $(VENV)/$(TRANSFORMERS).tar.gz  ## transformers' common tests of models on this library's model, with mixers LAYERS
 	$(BIN)/python tests/integrations/transformers/common_model_tests.py $< --layers $(LAYERS)
 
-kernels: $(VENV)/dev  ## every kernel compiles for every supported GPU and fits it, without a GPU
+kernels: $(VENV)/dev $(VENV)/triton-$(OLDEST_GLUON)  ## every kernel compiles for every supported GPU and fits it, without a GPU
 	$(BIN)/python -m pytest -m compiles  # each test has a process for each core
+	PYTHONPATH=$(abspath $(VENV)/triton-$(OLDEST_GLUON)) $(BIN)/python -m pytest -m compiles tests/backends/test_hopper_compiles.py
 
 triton-versions: $(TRITON_VERSIONS:%=triton-%)  ## what tests Triton kernels without a GPU, with other versions of Triton
 

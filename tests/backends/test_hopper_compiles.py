@@ -154,6 +154,8 @@ def test_delta_rule_compiles_and_fits(kernel_cache: Path) -> None:
         )
         gradients = {} if "forward" in answer["case"] else with_time
         spilled = WITH_NORMS_SPILLED if "normalized" in answer["case"] else DELTA_SPILLED
+        if triton_version() < (3, 7) and wide:  # the ends of packed sequences with states
+            spilled = spilled | {"delta_dv_dk_kernel": 120}
         assert Counter(row["kernel"] for row in rows) == {"solve_kernel": 1, "delta_h_kernel": 1, **gradients}
         for row in rows:
             assert row["shared"] <= SHARED, row
