@@ -25,7 +25,8 @@ KEPT, FREED = Gathers(False, 2), Gathers(True, 1)
     [
         (STEP, {"dp_shard": 2}, 79, 78, KEPT),  # the step of `tfla bench gpu train_fsdp`
         (STEP, {"dp_shard": 2}, 79, 60, Gathers(True, 2)),  # another process has memory of the GPU
-        (STEP, {"dp_shard": 2}, 48, 47, FREED),
+        (STEP, {"dp_shard": 2}, 72, 71, FREED),
+        (STEP._replace(loss_kernels=True), {"dp_shard": 2}, 72, 71, KEPT),
         (STEP._replace(tokens=4 * 8192), {"dp_shard": 2}, 79, 78, FREED),
         (STEP._replace(tokens=4 * 8192, checkpointing=True), {"dp_shard": 2}, 79, 78, KEPT),
         (STEP._replace(model=replace(MODEL, d_model=4096, num_blocks=32)), {"dp_shard": 8}, 79, 78, FREED),

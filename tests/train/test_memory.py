@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import INTERPRETED
 
 from tfla._util.errors import UserError
-from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn import LanguageModel, ModelConfig, capped_loss
 from tfla.nn.layers import wrap_forward
 from tfla.train import memory
 from tfla.train.config import Optim
@@ -68,6 +69,52 @@ def test_activations_are_about_what_the_forward_keeps(changes, bfloat16):
     # The estimate has the gradients of the logits besides, 8 bytes a token and entry of the vocabulary.
     estimate = needed(model.config, 4 * 256, bfloat16).activations - 4 * 256 * 8 * model.config.vocab_size
     assert 0.7 < estimate / measured < 1.4
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_losses_keep_what_the_estimate_has_of_logits(tokens):
+    """By the kernels the forward keeps the logits once, and their gradient takes as much; else both are there twice."""
+    found, kept = config(vocab_size=5001), set()
+    model = LanguageModel(found)
+    hidden, targets = torch.randn(tokens, 128), torch.zeros(tokens, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.untyped_storage()) or x, lambda x: x):
+        losses = model.losses_of_hidden(hidden, targets)
+    logits = {storage.data_ptr(): storage.nbytes() for storage in kept if storage.nbytes() == tokens * 5001 * 4}
+    del losses
+    few, many = (needed(replace(found, vocab_size=n), tokens, False, loss_kernels=INTERPRETED) for n in (1, 5001))
+    assert many.activations - few.activations == tokens * 5000 * 8 * len(logits)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_logits_of_kernels_have_the_dtype_of_autocast(checkpointing):
+    few, many = config(vocab_size=1000), config(vocab_size=2000)
+    weights = 2 * 2 * 128 * 1000  # that autocast keeps copies of
+    for bfloat16, kernels, size in [(True, True, 4), (False, True, 8), (True, False, 16), (False, False, 16)]:
+        before, after = (
+            needed(c, 9999, bfloat16, checkpointing=checkpointing, loss_kernels=kernels).activations
+            for c in (few, many)
+        )
+        assert after - before == 1000 * size * (4096 if checkpointing else 9999) + weights * bfloat16
+
+
+@pytest.mark.parametrize(
+    ("runs", "compiles", "kernels"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_kernels_need_less_where_they_run(monkeypatch, runs, compiles, kernels):
+    monkeypatch.setattr(capped_loss, "runs_on", lambda device: runs)
+    need = needed(config(), 100, True, loss_kernels=kernels)
+    monkeypatch.setattr(memory, "memory_of", lambda device: Memory(None, need.state))
+    text = f"activations about {size_text(need.activations)};"
+    assert text in (check_memory(config(), 100, True, CPU, compiles=compiles) or "")
+
+
+def test_the_kernels_run_on_gpus_that_triton_compiles_for(monkeypatch):
+    assert not capped_loss.runs_on(CPU)
+    monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))  # there may be no GPU
+    for why in ("it needs compute capability 8.0 (Ampere) or newer", None):
+        monkeypatch.setattr(type(capped_loss.BACKEND), "device_unsupported", lambda self, x, why=why: why)
+        assert capped_loss.runs_on(torch.device("cuda")) == (why is None)
 
 
 # Of the model of `config()`: all weights, those of a block, and those of embedding and unembedding.
@@ -179,6 +226,7 @@ def test_a_gpu_has_what_is_free_and_what_torch_keeps_for_reuse(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     assert memory_of(torch.device("cuda")) == Memory(1200, 1200)
+    monkeypatch.setattr(capped_loss, "runs_on", lambda device: True)
     with pytest.raises(UserError, match=r"does not fit on cuda: .*, and there are 1\.2 KiB"):
         check_memory(config(), 10, True, torch.device("cuda"))
 

@@ -52,6 +52,11 @@ def unsupported(x: Tensor, targets: Tensor) -> str | None:
     return BACKEND.device_unsupported(x)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Return whether the kernels compute the losses of plain eager calls on a device, which is a GPU."""
+    return device.type == "cuda" and BACKEND.device_unsupported(torch.empty(0, device=device)) is None
+
+
 class _CappedLoss(torch.autograd.Function):
     """The losses by the kernels, for autograd: the forward keeps x, the targets and one number for each token."""
 

@@ -41,6 +41,8 @@ class Step(NamedTuple):
     """Whether gradients of several passes are kept whole, and reduced once."""
     prefetch: int = 0
     """The further gathers that each gather starts."""
+    loss_kernels: bool = False
+    """Whether kernels compute the losses, see :func:`tfla.train.memory.uses_loss_kernels`."""
 
 
 def choose(
@@ -59,7 +61,7 @@ def choose(
         total, free: the bytes of a GPU, and those that are free before the model is on it.
     """
     sharing = Sharing.of(sizes, step.gathered_in_bfloat16)
-    need = needed(step.model, step.tokens, step.bfloat16, sharing, step.checkpointing)
+    need = needed(step.model, step.tokens, step.bfloat16, sharing, step.checkpointing, step.loss_kernels)
     whole = -(-count_parameters(step.model)[0] // sharing.tp)
     size = 2 if step.gathered_in_bfloat16 else FLOAT32
     bytes_needed = need.state + need.activations + size * whole + _beside_weights(step, size, whole)

@@ -12,6 +12,7 @@ from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.layers import wrap_forward
 from tfla.train import gathers
 from tfla.train.config import Parallel, TrainConfig
+from tfla.train.memory import uses_loss_kernels
 from tfla.train.ranks import Ranks
 
 NOTHING_SHARED = "where no processes share the sequences or their steps"
@@ -68,6 +69,7 @@ def distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None:
         step = gathers.Step(
             model.config, tokens, bfloat16, config.activation_checkpointing, given.gather_dtype == "bfloat16",
             config.accumulate > 1 and not given.reduce_each_pass, given.prefetch or 0,
+            uses_loss_kernels(ranks.device, config.compile),
         )  # fmt: skip
         options = gathers.chosen(given.reshard_after_forward, given.blocks_per_gather, step, ranks)._asdict()
     parallelize(

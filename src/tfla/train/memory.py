@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tfla._util.errors import UserError
-from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn import LanguageModel, ModelConfig, capped_loss
 from tfla.nn.config import Mixer
 from tfla.nn.model import TOKENS_PER_PASS
 
@@ -95,7 +95,12 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def needed(
-    config: ModelConfig, tokens: int, bfloat16: bool, sharing: Sharing = WHOLE, checkpointing: bool = False
+    config: ModelConfig,
+    tokens: int,
+    bfloat16: bool,
+    sharing: Sharing = WHOLE,
+    checkpointing: bool = False,
+    loss_kernels: bool = False,
 ) -> Need:
     """Return the bytes that a training step needs on one device.
 
@@ -105,6 +110,7 @@ def needed(
         bfloat16: whether the model runs under autocast to bfloat16.
         sharing: how several devices share the model.
         checkpointing: whether blocks and logits are computed again in the backward.
+        loss_kernels: whether the kernels of :mod:`tfla.nn.capped_loss` compute the losses.
     """
     parameters, trained = (-(-count // sharing.parts) for count in count_parameters(config))
     whole = -(-count_parameters(config)[0] // sharing.tp)  # the weights that a process computes with
@@ -113,8 +119,9 @@ def needed(
     widths = [n * _relative_width(config, mixer) for mixer, n in config.mixer_counts.items()]
     mixer = 10.5 * config.d_model * sum(widths) / config.num_blocks
     block = 4 * config.d_model * FLOAT32 + (mixer + 2 * config.ffn_dim) * size
-    # Logits before and after the soft cap, and the gradients of both.
-    ends, logits = 3 * config.d_model * FLOAT32, 4 * config.vocab_size * FLOAT32
+    # Logits and their gradient, by the kernels; else logits before and after the soft cap, and the gradients of both.
+    ends = 3 * config.d_model * FLOAT32
+    logits = config.vocab_size * (2 * size if loss_kernels else 4 * FLOAT32)
     blocks, at_once = config.num_blocks * block, tokens
     if checkpointing:  # the inputs of all blocks, and what one block saves
         blocks, at_once = config.num_blocks * config.d_model * FLOAT32 + block, min(tokens, TOKENS_PER_PASS)
@@ -147,6 +154,11 @@ def _relative_width(config: ModelConfig, mixer: Mixer) -> float:
     return config.num_heads * (2 * config.qk_head_dim + 3 * config.head_dim) / (4 * config.d_model)
 
 
+def uses_loss_kernels(device: torch.device, compiles: bool) -> bool:
+    """Return whether a training step on a device computes its losses by kernels, with or without torch.compile."""
+    return not compiles and capped_loss.runs_on(device)
+
+
 def memory_of(device: torch.device) -> Memory:
     """Return the memory of a device; for the CPU the operating system reports it."""
     if device.type == "cuda":
@@ -174,6 +186,7 @@ def check_memory(
     device: torch.device,
     sharing: Sharing = WHOLE,
     checkpointing: bool = False,
+    compiles: bool = False,
 ) -> str | None:
     """Raise unless the parameters, gradients and optimizer states of a model fit into the memory of a device.
 
@@ -184,6 +197,7 @@ def check_memory(
         device: the device of the training.
         sharing: how several devices share the model.
         checkpointing: whether blocks and logits are computed again in the backward.
+        compiles: whether torch.compile computes the losses.
 
     Returns:
         a warning if the activations and gathered weights, which are only estimated, may not fit as well; else None.
@@ -191,7 +205,8 @@ def check_memory(
     Raises:
         UserError: the memory does not suffice; the message says what is needed and what there is.
     """
-    need, available = needed(config, tokens, bfloat16, sharing, checkpointing), memory_of(device)
+    need = needed(config, tokens, bfloat16, sharing, checkpointing, uses_loss_kernels(device, compiles))
+    available = memory_of(device)
     text = (
         f"parameters {size_text(need.parameters)}, gradients {size_text(need.gradients)}, "
         f"optimizer {size_text(need.optimizer)}, activations about {size_text(need.activations)}"

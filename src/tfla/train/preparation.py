@@ -55,7 +55,9 @@ def prepare_run(config: TrainConfig, run: Path, latest: Path | None, ranks: Rank
     pass_tokens, bfloat16 = tokens_of_pass(config, ranks), uses_bfloat16(config, device)
     kept = config.parallel.reshard_after_forward is False
     sharing = Sharing.of(ranks.sizes, config.parallel.gather_dtype == "bfloat16", kept)
-    warning = check_memory(model, pass_tokens, bfloat16, device, sharing, config.activation_checkpointing)
+    warning = check_memory(
+        model, pass_tokens, bfloat16, device, sharing, config.activation_checkpointing, config.compile
+    )
     with autocast_of(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
 

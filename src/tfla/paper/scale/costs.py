@@ -211,7 +211,7 @@ def step_cost(work: Work, layout: Layout, cluster: Cluster) -> Cost:
 
     share = work.model_bytes / (layout.shards * layout.tp)
     sharing = Sharing(layout.shards * layout.tp, layout.tp)
-    need = needed(work.config, math.ceil(tokens), True, sharing, layout.checkpointing)
+    need = needed(work.config, math.ceil(tokens), True, sharing, layout.checkpointing, loss_kernels=True)
     at_once = 2 * (2 * block_bytes + end_bytes) if layout.shards > 1 else 0.0  # weights and gradients of two blocks
     return Cost(
         compute=layout.passes * compute,
