@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -168,3 +169,24 @@ def test_a_step_takes_the_seconds_between_two_readings(tiny, monkeypatch, enqueu
     assert max(seconds) < 3 * max(enqueue, compute)
     assert steps[-1]["elapsed"] == pytest.approx(sum(seconds))
     assert sum(seconds) == pytest.approx(now - 6 * 100.0)  # four evaluations and two checkpoints
+
+
+@pytest.mark.parametrize("pattern", [(False, True), (True, False), (False, False, True), (True, True, False)], ids=str)
+def test_steps_that_the_device_has_computed_at_times_when_they_are_enqueued_take_seconds(tiny, monkeypatch, pattern):
+    """A device that is about as fast as its host has computed some steps by the time they are enqueued."""
+    now, calls = 0.0, itertools.cycle(pattern)
+
+    def tick() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr(ClippedReading, "arrived", lambda self: next(calls))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=tick))
+    config = tiny(steps=12, eval_every=5, checkpoint_every=8)
+    train(config)
+    steps = [r for r in read_metrics(config.run) if r["kind"] == "train"]
+    seconds = [config.batch_size * config.context / r["tokens_per_s"] for r in steps]
+    assert min(seconds) > 0
+    assert max(seconds) <= 4
+    assert [r["elapsed"] for r in steps] == pytest.approx(list(itertools.accumulate(seconds)))

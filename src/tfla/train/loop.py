@@ -187,7 +187,7 @@ class _Training:
                 while self.step < config.steps and not stopped_by:
                     before, pending = pending, self._enqueue()
                     if before is not None:
-                        stopped_by = self._finish(before, stop, bar)
+                        stopped_by = self._finish(before, stop, bar, pending.computed)
                     evaluates = self.step % config.eval_every == 0 or self.step == config.steps
                     saves = self.step % config.checkpoint_every == 0
                     if evaluates or saves:  # the loss of what is saved is checked, and recorded before its evaluation
@@ -228,17 +228,19 @@ class _Training:
         computed = time.perf_counter() if reading.arrived() else None
         return PendingStep(self.step, lr, peak_memory(self.device), reading, computed)
 
-    def _finish(self, pending: PendingStep, stop: list[int], bar: StepBar) -> int:
+    def _finish(self, pending: PendingStep, stop: list[int], bar: StepBar, following: float | None = None) -> int:
         """Wait for the numbers of an update, check them and record them.
 
         The seconds of a step are those from the end of the last reading to the end of its own, in which the device
         computes one step. The first step of a run, and the first one after an evaluation or a checkpoint, is timed from
-        its own start. A step that the device has computed by the time it is enqueued, as a CPU has, ends at that time.
+        its own start. A step that the device has computed by the time it is enqueued, as a CPU has, ends at that time,
+        and a step before it that was not computed when it was enqueued has half of the time that both take.
 
         Args:
             pending: the update.
             stop: the signals that this process has caught.
             bar: the progress bar.
+            following: the time at which the next update was enqueued, if the device had computed that by then.
 
         Returns:
             the number of a signal that any process has caught, else 0.
@@ -253,7 +255,10 @@ class _Training:
                 f"try a lower optim.lr. {self.checkpoints.last_good()}"
             )
         assert self.timed_from is not None
-        ended = time.perf_counter() if pending.computed is None else pending.computed
+        if pending.computed is not None:
+            ended = pending.computed
+        else:
+            ended = time.perf_counter() if following is None else (self.timed_from + following) / 2
         seconds, self.timed_from = ended - self.timed_from, ended
         self.progress["elapsed"] += seconds
         tokens_per_s = self.config.batch_size * self.config.context / seconds
