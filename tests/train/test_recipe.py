@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -81,3 +84,16 @@ def test_a_reading_does_not_wait_for_what_is_enqueued_after_it():
     later.record()
     assert reading.read() == [3.0]
     assert not later.query()
+
+
+def test_a_reading_waits_for_the_device_of_its_numbers(monkeypatch):
+    """The current device of a run on cuda:1 is cuda:0, whose streams do not wait for the copies."""
+    recorded = []
+    event = SimpleNamespace(record=lambda stream=None: recorded.append(stream), synchronize=lambda: None)
+    number = Mock(is_cuda=True, device=torch.device("cuda:1"))
+    number.detach.return_value = number
+    monkeypatch.setattr(Reading, "_start", lambda self, value: torch.tensor(3.0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    assert Reading([number]).read() == [3.0]
+    assert recorded == [torch.device("cuda:1")]

@@ -21,10 +21,11 @@ class Reading:
     def __init__(self, values: Sequence[Tensor]) -> None:
         self._event = None
         self._values = [value.detach() for value in values]
-        if any(value.is_cuda for value in values):
+        devices = [value.device for value in values if value.is_cuda]
+        if devices:
             self._values = [self._start(value) for value in self._values]
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(devices[0]))  # the current device may be another one
 
     @staticmethod
     def _start(value: Tensor) -> Tensor:
