@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.data import Tokens
 from tfla.train.evaluation import document_cu_seqlens, evaluate, token_losses
+from tfla.train.loop import train
 from tfla.train.ranks import StepsPart
 from tfla.train.tokenizer import ByteTokenizer
 
@@ -107,3 +108,17 @@ def test_short_windows_are_padded_to_spans_that_convolutions_take(
     assert width % part.spans == 0
     assert width // part.spans >= shortest
     assert width - part.spans < steps or width == part.spans * shortest  # no shorter one would do
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_evaluations_of_a_run_hold_the_logits_that_its_steps_hold(tiny, monkeypatch, checkpointing):
+    """With activation checkpointing the memory of a run has the logits of a part of the tokens, also in evaluations."""
+    real, gave = LanguageModel.losses, set()
+
+    def losses(self, *args, recompute, **options):
+        gave.add((torch.is_grad_enabled(), recompute))
+        return real(self, *args, recompute=recompute, **options)
+
+    monkeypatch.setattr(LanguageModel, "losses", losses)
+    train(tiny(steps=2, activation_checkpointing=checkpointing))
+    assert gave == {(True, checkpointing), (False, checkpointing)}

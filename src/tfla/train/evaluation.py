@@ -118,6 +118,7 @@ def evaluate(
     reset: Reset = "gate",
     device: torch.device | str = "cpu",
     ranks: Ranks = ONE_PROCESS,
+    recompute_logits: bool = False,
 ) -> Evaluation:
     """Evaluate a model on the held-out windows, each from the initial state. The windows are the same every time.
 
@@ -132,6 +133,7 @@ def evaluate(
         reset: as in :func:`token_losses`.
         device: device of the model.
         ranks: the processes of the run.
+        recompute_logits: as in :func:`token_losses`; without gradients nothing is computed again.
 
     Raises:
         UserError: nothing is held out.
@@ -148,8 +150,9 @@ def evaluate(
             padding = counts.shape[1] - (length - 1)
             rows = np.pad(rows, ((0, 0), (0, padding)), constant_values=tokens.tokenizer.bos)
             losses = token_losses(
-                model, torch.from_numpy(rows), tokens.tokenizer.bos, reset, steps=ranks.steps, device=device
-            )
+                model, torch.from_numpy(rows), tokens.tokenizer.bos, reset, steps=ranks.steps, device=device,
+                recompute_logits=recompute_logits,
+            )  # fmt: skip
             nats += math.fsum(losses.cpu()[_own_part(counts, reset, ranks.steps)].tolist())
             count += len(same) * (length - 1)
             size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)

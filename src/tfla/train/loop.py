@@ -286,6 +286,7 @@ class _Training:
             result = evaluate(
                 self.model, self.tokens, config.context, batch_size=config.micro_batch_size,
                 max_windows=config.eval_windows, reset=config.reset, device=self.device, ranks=self.ranks,
+                recompute_logits=config.activation_checkpointing,
             )  # fmt: skip
         self.input_gates.take()  # the metric is that of training
         self._record("eval", self.step, **result._asdict())
