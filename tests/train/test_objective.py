@@ -120,5 +120,5 @@ def test_evaluations_of_a_run_hold_the_logits_that_its_steps_hold(tiny, monkeypa
         return real(self, *args, recompute=recompute, **options)
 
     monkeypatch.setattr(LanguageModel, "losses", losses)
-    train(tiny(steps=2, activation_checkpointing=checkpointing))
+    train(tiny(steps=4, activation_checkpointing=checkpointing))
     assert gave == {(True, checkpointing), (False, checkpointing)}
