@@ -61,7 +61,7 @@ class TestKernels:
 
     def test_losses_and_gradients(self, tokens: int, vocabulary: int, padding: int, dtype: torch.dtype) -> None:
         x, targets = drawn(tokens, vocabulary, dtype, padding)
-        assert capped_loss.unsupported(x, targets) is None
+        assert capped_loss.unsupported(x, targets, CAP) is None
         check(x, targets)
 
 
@@ -83,6 +83,15 @@ class TestAnyLogits:
         assert found[0].item() == pytest.approx(60.0)
         assert found[1:3].isnan().all()
         assert found[3].item() == pytest.approx(capped_loss.plain_losses(x[3:], targets[3:], CAP).item())
+
+    @pytest.mark.parametrize("cap", [0.1, 1.0, 300.0, 1e4, 1e8])
+    def test_caps_of_any_size(self, cap: float) -> None:
+        x, targets = (t.to(DEVICE) for t in drawn(3, 65, torch.float32))
+        leaf, exact = x.requires_grad_(), x.detach().double().requires_grad_()
+        found, expected = capped_loss.losses(leaf, targets, cap), capped_loss.losses(exact, targets, cap)
+        assert (capped_loss.unsupported(x, targets, cap) is None) == (cap <= 1000)
+        assert error(found, expected) < 2e-6
+        assert error(*(torch.autograd.grad(t.sum(), s)[0] for t, s in ((found, leaf), (expected, exact)))) < 2e-6
 
     def test_second_derivatives(self) -> None:
         x, targets = drawn(3, 20, torch.float32)

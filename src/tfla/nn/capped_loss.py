@@ -20,6 +20,8 @@ from tfla.ops.transforms import needs_dispatcher
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IGNORED = -100  # the target of a token without a loss, as `torch.nn.functional.cross_entropy` has it
 COLUMNS = 4096  # logits of a token that a program reads at a time
+# The kernels compute tanh from one exponential, with the rounding of 1 as its error, which the cap multiplies.
+LARGEST_CAP = 1000.0
 
 
 def losses(x: Tensor, targets: Tensor, cap: float) -> Tensor:
@@ -28,9 +30,9 @@ def losses(x: Tensor, targets: Tensor, cap: float) -> Tensor:
     Args:
         x: (N, vocabulary), the logits before the soft cap.
         targets: (N,) int64; a token with the target -100 has the loss 0.
-        cap: c of equation (110) of the paper.
+        cap: c of equation (110) of the paper; with one above 1,000 PyTorch's operations compute the losses.
     """
-    if unsupported(x, targets) is None:
+    if unsupported(x, targets, cap) is None:
         found: Tensor = _CappedLoss.apply(x, targets, cap)
         return found
     return plain_losses(x, targets, cap)
@@ -41,8 +43,10 @@ def plain_losses(x: Tensor, targets: Tensor, cap: float) -> Tensor:
     return F.cross_entropy(soft_cap(at_least_float32(x), cap), targets, reduction="none", ignore_index=IGNORED)
 
 
-def unsupported(x: Tensor, targets: Tensor) -> str | None:
-    """Return why the kernels do not take these tensors, or None if they do."""
+def unsupported(x: Tensor, targets: Tensor, cap: float) -> str | None:
+    """Return why the kernels do not take a call, or None if they do."""
+    if cap > LARGEST_CAP:
+        return f"they take caps of at most {LARGEST_CAP:,.0f}"
     if needs_dispatcher((x, targets)):
         return "a compiler, a transform or forward-mode AD takes part"
     if x.dtype not in DTYPES:
