@@ -228,6 +228,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("fused_recurrent_gla", {"gv": torch.zeros(1)}, ValueError, "gv: got a tensor, which tfla does not support"),
     ("chunk_gated_delta_rule", {"head_first": True}, ValueError, "head_first: got True"),
     ("chunk_gla", {"g": torch.zeros(B, T, HV)}, ValueError, r"g: got shape \(2, 70, 4\), expected \(2, 70, 4, 8\)"),
+    ("chunk_kda", {"g": torch.zeros(B, T, HV)}, ValueError, r"g: got shape \(2, 70, 4\), expected \(B, T, H, K\)"),
+    ("fused_recurrent_gated_delta_rule", {"g": None, "gk": torch.zeros(B, T, HV)}, ValueError, "gk: got shape"),
+    ("chunk_gated_delta_rule", {"g": torch.zeros(B, T, HV, K)}, ValueError, r"g: got shape .*expected \(B, T, H\)"),
+    ("chunk_kda", {"dt_bias": torch.zeros(7)}, ValueError, r"dt_bias: got shape \(7,\), expected \(32,\)"),
+    ("chunk_kda", {"use_gate_in_kernel": True, "A_log": [1.0]}, TypeError, "A_log: got list, expected a tensor"),
+    ("chunk_kda", {"v": None, "dt_bias": torch.zeros(HV * K)}, TypeError, "v: got NoneType, expected a tensor"),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tfla.integrations.fla.delta_scan import delta_scan
+from tfla.integrations.fla.scan import check_gate_dims
 
 __all__ = ["chunk_comba"]
 
@@ -49,6 +50,7 @@ def chunk_comba(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
+    check_gate_dims("g", g, by_channel=False)
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, normalize_qk=use_qk_l2norm_in_kernel,
         read_key=p, read_before_decay=True,

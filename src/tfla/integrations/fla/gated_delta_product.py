@@ -10,7 +10,7 @@ import tfla
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import final_state
 from tfla.integrations.fla.options import refuse
-from tfla.integrations.fla.scan import key_first
+from tfla.integrations.fla.scan import check_gate_dims, key_first
 from tfla.nn.validation import check_int
 
 __all__ = ["chunk_gated_delta_product"]
@@ -56,6 +56,7 @@ def chunk_gated_delta_product(
     """
     refuse(cp_context=cp_context)
     check_flags(output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    check_gate_dims("g", g, by_channel=False)
     check_int("num_householder", num_householder, 1)
     state = None
     if initial_state is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import beta_activation, delta_scan, gate_options
 from tfla.integrations.fla.options import check_options, read_state_layout, refuse
+from tfla.integrations.fla.scan import check_gate_dims
 
 __all__ = ["chunk_kda", "fused_recurrent_kda"]
 
@@ -77,11 +78,9 @@ def chunk_kda(
     check_options(chunk_kda, kwargs)
     check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context, use_graph=use_graph)
-    return delta_scan(
-        q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
-        normalize_qk=use_qk_l2norm_in_kernel,
-        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        **gate_options(use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, v), lower_bound),
+    return fused_recurrent_kda(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
     )  # fmt: skip
 
 
@@ -111,19 +110,30 @@ def fused_recurrent_kda(
     """
     state_v_first = read_state_layout(kwargs, state_v_first)
     check_options(fused_recurrent_kda, kwargs)
+    check_gate_dims("g", g, by_channel=True)
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
         normalize_qk=use_qk_l2norm_in_kernel,
         beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        **gate_options(use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, v), lower_bound),
+        **gate_options(use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, q, v), lower_bound),
     )  # fmt: skip
 
 
 def _of_heads(A_log: Tensor | None) -> Tensor | None:
     """Return A_log as (HV,); models store it with further dimensions of 1."""
-    return None if A_log is None else A_log.flatten()
+    return A_log.flatten() if isinstance(A_log, Tensor) else A_log  # the operator refuses what is no tensor
 
 
-def _by_channel(dt_bias: Tensor | None, v: Tensor) -> Tensor | None:
-    """Return the bias (HV x K,) as (HV, K)."""
-    return None if dt_bias is None else dt_bias.reshape(v.shape[2], -1)
+def _by_channel(dt_bias: Tensor | None, q: Tensor, v: Tensor) -> Tensor | None:
+    """Return the bias (HV x K,) as (HV, K).
+
+    Raises:
+        ValueError: the bias has another number of elements.
+    """
+    if not all(isinstance(t, Tensor) for t in (dt_bias, q, v)) or not q.dim() == v.dim() == 4:
+        return dt_bias  # the operator refuses the argument that does not fit
+    assert dt_bias is not None
+    shape = (v.shape[2], q.shape[3])
+    if dt_bias.numel() != shape[0] * shape[1]:
+        raise ValueError(f"dt_bias: got shape {tuple(dt_bias.shape)}, expected ({shape[0] * shape[1]},)")
+    return dt_bias.reshape(shape)

@@ -32,6 +32,19 @@ def log_decays(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor:
     return g_gamma.expand(v.shape[:3])
 
 
+def check_gate_dims(name: str, g: object, by_channel: bool) -> None:
+    """Check the number of dimensions of log-decays, by which tfla's operators tell gates by channel from gates by step.
+
+    The operators check the rest.
+
+    Raises:
+        ValueError: `g` has another number of dimensions.
+    """
+    dims = ("B", "T", "H", "K") if by_channel else ("B", "T", "H")
+    if isinstance(g, Tensor) and g.dim() != len(dims):
+        raise ValueError(f"{name}: got shape {tuple(g.shape)}, expected ({', '.join(dims)})")
+
+
 def count_heads(q: Tensor) -> int:
     """Check q (B, T, H, K) and return its number of heads H."""
     check_float("q", q)
