@@ -161,6 +161,9 @@ def test_unsupported_models_keep_their_own_step(make_model: Make) -> None:
     assert why(make("attention")) == "it is for mLSTMs and up to 64 sequences"
     assert unsupported(make(), make().initial_state(99), 3) is None
     assert why(make().double()) == "it takes no weights of torch.float64"
+    for cap in ("gate_soft_cap", "logit_soft_cap"):
+        assert why(make(**{cap: 1000.0})) is None
+        assert why(make(**{cap: 1001.0})) == "its tanh is exact enough for soft caps up to 1,000"
     watched = make()
     watched.blocks[1].mixer.input_gate.register_forward_hook(lambda *_: None)
     assert why(watched) == "blocks.1.mixer.input_gate has hooks"

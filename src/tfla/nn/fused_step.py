@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
 from tfla.nn.block import Block
+from tfla.nn.capped_loss import LARGEST_CAP
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection, Unembedding
 from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
@@ -56,6 +57,8 @@ def unsupported(model: LanguageModel, state: ModelState, batch: int | None = Non
         return "it does not support autocast"
     if max(model.config.d_model, model.config.ffn_dim) > MAX_COLUMNS:
         return f"it takes rows of up to {MAX_COLUMNS} weights"
+    if max(model.config.gate_soft_cap, model.config.logit_soft_cap) > LARGEST_CAP:
+        return f"its tanh is exact enough for soft caps up to {LARGEST_CAP:,.0f}"
     for name, parameter in model.named_parameters():
         if parameter.dtype != weight.dtype or not parameter.is_contiguous() or parameter.device != weight.device:
             return f"{name} is not contiguous, or unlike the embedding"
