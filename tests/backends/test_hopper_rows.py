@@ -5,10 +5,15 @@ They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon ker
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from delta_cases import delta_problem
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, inputs, pytestmark, simulation
+
+import tfla
+from tfla.ops.state_pool import PoolRows
 
 __all__ = ["pytestmark", "simulation"]
 
@@ -53,3 +58,43 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller() -> None:
         x._replace(C=x.C.half()), x._replace(C=wide[..., :64]), x._replace(C=wide[:0, ..., :64]), inputs(dense),
     ):  # fmt: skip
         assert BACKEND.forward_by_rows(other, rows, spec) is None
+
+
+@pytest.mark.parametrize(("model", "K", "B"), [("gdn", 128, 3), ("gdn", 64, 1), ("kda", 72, 3), ("gla", 200, 3)])
+def test_a_batch_takes_the_rows(model: str, K: int, B: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on a batch have the bits of separate states, and no state is gathered or scattered."""
+    x = inputs(delta_problem(model, B=B, T=70, H=2, Hq=1, K=K, V=136, dtype=DTYPE))
+    rows = torch.tensor([2, -1, 0][:B], device=DEVICE)
+    pool = tfla.State(torch.randn(4, 2, K, 136, generator=torch.Generator().manual_seed(0)).to(DEVICE))
+    assert x.log_f is not None
+
+    def call(state: tfla.State, **given: Any) -> Any:
+        given |= {"initial_state": state, "return_state": True, "backend": "hopper"}
+        with torch.no_grad():
+            if model == "gla":
+                return tfla.linear_attention(x.q, x.k, x.v, x.log_f, **given)
+            return tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, normalize_qk=True, kernel="fused", **given)
+
+    separate, after = pool.gather([2, 0, 0][:B]), pool.clone()
+    separate.C[1:2] = 0
+    expected, states = call(separate)
+    after.scatter(rows[rows >= 0], states.gather((rows >= 0).nonzero().flatten()))
+    for method in ("read", "write"):
+        monkeypatch.setattr(PoolRows, method, lambda *_: pytest.fail("states are gathered or scattered"))
+    h, found = call(pool, state_indices=rows)
+    assert torch.equal(h, expected)
+    assert torch.equal(pool.C, after.C)
+    assert found is pool
+
+
+def test_segments_of_a_batch_start_from_gathered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel "segmented" reads no rows, and the activations of its call are computed once."""
+    x = inputs(delta_problem("gdn", B=1, T=200, H=1, Hq=1, K=64, V=64, dtype=DTYPE))
+    pool, rows = tfla.State(torch.ones(3, 1, 64, 64, device=DEVICE)), torch.tensor([1], device=DEVICE)
+    options: dict[str, Any] = {"backend": "hopper", "kernel": "segmented", "chunk_size": 64}
+    expected = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=pool.gather([0]), **options)
+    counted = []
+    monkeypatch.setattr("tfla.ops.delta_dispatch.activated_inputs", lambda x, *_, **__: counted.append(1) or x)
+    h = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=pool, state_indices=rows, **options)
+    assert torch.equal(h, expected)
+    assert counted == [1]

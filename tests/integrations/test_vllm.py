@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import tfla
 from tfla.integrations import vllm
+from tfla.ops.state_pool import PoolRows
 
 H, K, V, ROWS = 2, 8, 4, 12
 Call = Callable[..., Any]
@@ -209,3 +211,54 @@ def test_the_number_of_decoding_tokens_may_be_said() -> None:
     x, pools, batch = problem(6, 4), (pool_of("mlstm"), pool_of("mlstm")), metadata(1, [3, 2], [0, 1, 2], None)
     found = mlstm(vllm.mlstm, x, pools[0], SimpleNamespace(**vars(batch), num_decode_tokens=1))
     assert torch.equal(found, mlstm(vllm.mlstm, x, pools[1], batch))
+
+
+@pytest.mark.parametrize("rows", [[3, 5], [-1, 5], [-1, -1]])
+def test_what_a_row_held_before_is_not_read(rows: list[int]) -> None:
+    """Prefills from zero overwrite rows whatever these hold, and no other row changes."""
+    x, pools = problem(5, 4), (pool_of("mlstm"), pool_of("mlstm"))
+    for t in pools[0]:
+        assert t is not None
+        t[[row for row in rows if row >= 0]] = torch.nan
+        t[0] = torch.inf
+    h, expected = (mlstm(vllm.mlstm, x, pool, metadata(0, [3, 2], rows, None)) for pool in pools)
+    assert torch.equal(h, expected)
+    for ours, theirs in zip(*pools, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours[1:], theirs[1:])
+        assert ours[0].isposinf().all()
+
+
+@pytest.mark.interpreter if INTERPRETED else pytest.mark.gpu
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_of_prefills_take_the_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix of a pool is gathered or scattered, and the bits are those of prefills on states of their own."""
+    call, operator, batched = FORMS[form]
+    device, dtype = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
+    x = {name: t.to(device, dtype) for name, t in problem(11, 4).items()}
+    pool = tfla.State(*(None if t is None else t.to(device, torch.float32) for t in pool_of(form)))
+    batch = metadata(0, [4, 2, 3], [7, 2, -1], [False, True, True])
+    fields = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in vars(batch).items()}
+    states, expected = pool.gather([7, 2, 0, 0]), pool.clone()
+    states.reset([0, 2, 3])
+    whole = {name: t[None] for name, t in x.items()}
+    offsets = torch.tensor([0, 4, 6, 9, 11], device=device)
+    options: dict[str, Any] = {"backend": "triton"}
+    with torch.no_grad():
+        own, after = call(operator, whole, initial_state=states, cu_seqlens=offsets, return_state=True, **options)
+    expected.scatter([7, 2], after.gather([0, 1]))
+    for method in ("read", "write"):
+        kept = getattr(PoolRows, method)
+
+        def checked(rows: PoolRows, t: Tensor, *more: Tensor, kept: Call = kept) -> Any:
+            assert t.dim() < 4
+            return kept(rows, t, *more)
+
+        monkeypatch.setattr(PoolRows, method, checked)
+    h = call(batched, x, pool, SimpleNamespace(**fields), **options)
+    assert torch.equal(h[:9], own[0, :9])
+    assert not h[9:].any()
+    for ours, theirs in zip(pool, expected, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)

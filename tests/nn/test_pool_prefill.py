@@ -144,8 +144,11 @@ def test_operators_get_the_pool_and_the_rows(case: str, kind: str, monkeypatch: 
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("invariant", [False] if INTERPRETED else [False, True])  # on a CPU, True is no packed call
-def test_kernels_read_and_overwrite_the_pool(case: str, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_read_and_overwrite_the_pool(
+    case: str, kind: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pools: list[int] = []
 
     def recorded(by_rows: Any) -> Any:
@@ -165,7 +168,7 @@ def test_kernels_read_and_overwrite_the_pool(case: str, invariant: bool, monkeyp
     )
     model = model.to("cpu" if INTERPRETED else "cuda")
     pool = random_pool(model)
-    expected = gathered(model, "packed", pool)
+    expected = gathered(model, kind, pool)
     assert not pools
-    check(model, "packed", pool, expected)
+    check(model, kind, pool, expected)
     assert pools == [getattr(each, "recurrence", each).C.data_ptr() for each in pool]

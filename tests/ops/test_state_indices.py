@@ -9,15 +9,17 @@ import pytest
 import torch
 from cases import FORMS, params, problem
 from delta_cases import delta_problem, options
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from several_writes import writes_problem
 from steppers import Stepper, steppers
 from torch import Tensor
 
 import tfla
-from tfla.backends import BACKENDS, DELTA_BACKENDS, StepInputs
+from tfla.backends import BACKENDS, DELTA_BACKENDS, Inputs, StepInputs
 from tfla.backends.base import StepSpec
 from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
-from tfla.ops.state_pool import PoolRows
+from tfla.ops.state_pool import PoolRows, as_packed
 
 Call = Callable[..., Any]
 ROWS, INDICES = 7, (5, -1, 0, 3)
@@ -250,9 +252,12 @@ def test_more_sequences_than_rows_is_an_error_that_names_the_pool() -> None:
         call(pool)  # without indices the batch is 4
 
 
-def prefill(form: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[Call, tfla.State]:
-    """A call over two packed sequences, of 20 steps and of none, and over two more, and a pool of states."""
-    offsets = torch.tensor([0, 20, 20, 31, 37], device=device)
+def prefill(form: str, device: str, dtype: torch.dtype = torch.float32, dense: bool = False) -> tuple[Call, tfla.State]:
+    """A call over two packed sequences, of 20 steps and of none, and over two more, and a pool of states.
+
+    With `dense` it is a call over a batch of four sequences.
+    """
+    offsets = None if dense else torch.tensor([0, 20, 20, 31, 37], device=device)
     more: dict[str, Any] = {}
     if form in SEVERAL_WRITES:
         several = writes_problem(form, B=1, T=37, Hq=1, carried=False, by_channel=form == "dplr", dtype=torch.float32)
@@ -270,6 +275,9 @@ def prefill(form: str, device: str, dtype: torch.dtype = torch.float32) -> tuple
         x, more = {name: getattr(p, name).to(device) for name in "qkvif"}, {"input_gate": form}
         fn = tfla.mlstm
     x = {name: t.to(dtype) for name, t in x.items()}
+    if dense:
+        x = {name: t[:, : t.shape[1] // 37 * 36].unflatten(1, (4, -1))[0] for name, t in x.items()}
+        more = {name: t[:, :36].unflatten(1, (4, -1))[0] if name == "log_f" else t for name, t in more.items()}
     generator = torch.Generator().manual_seed(0)
     K, V = x["q"].shape[-1], x["v"].shape[-1]
     parts = (torch.randn(ROWS, 2, *d, generator=generator).to(device) for d in ((K, V), (K,), ()))
@@ -283,9 +291,10 @@ def prefill(form: str, device: str, dtype: torch.dtype = torch.float32) -> tuple
     return call, pool
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("form", ["exp", "sigmoid", *DELTA_FORMS, *SEVERAL_WRITES])
-def test_a_prefill_reads_and_writes_rows_of_a_pool(device: str, form: str) -> None:
-    call, pool = prefill(form, device)
+def test_a_prefill_reads_and_writes_rows_of_a_pool(device: str, form: str, dense: bool) -> None:
+    call, pool = prefill(form, device, dense=dense)
     indices, taken = torch.tensor(INDICES, device=device), [0, 2, 3]
     start = pool.gather([5, 1, 0, 3])
     start.reset([1])
@@ -317,10 +326,13 @@ def refused(*_: object) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("form", IN_KERNELS)
-def test_kernels_of_a_prefill_take_the_rows(kernels: Stepper, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_a_prefill_take_the_rows(
+    kernels: Stepper, form: str, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit by bit the results of states of their own, without a launch that gathers or scatters; also rows in pages."""
-    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device], dense)
     start = pool.gather([5, 1, 0, 3])
     start.reset([1])
     expected_h, final = call(start, return_state=True, backend=kernels.backend)
@@ -344,28 +356,32 @@ def test_kernels_of_a_prefill_take_the_rows(kernels: Stepper, form: str, monkeyp
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("form", ["gdn", "kda"])
 def test_kernels_of_a_prefill_write_no_row_out_of_range(
-    kernels: Stepper, form: str, monkeypatch: pytest.MonkeyPatch
+    kernels: Stepper, form: str, dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPUs no host reads the values: a sequence of a row that the pool does not have is NaN, others are right."""
-    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device], dense)
     expected_h, final = call(pool.gather([2, 0, 0, 4]), return_state=True, backend=kernels.backend)
     monkeypatch.setattr("tfla.ops.checks.check_values_of_indices", lambda *_: None)
     indices = torch.tensor([2, -5, 2**40, 4], device=kernels.device)
     own, expected = pool.clone(), pool.clone()
     expected.scatter([2, 4], final.gather([0, 3]))
     h, _ = call(own, return_state=True, state_indices=indices, backend=kernels.backend)
-    assert h[:, 20:31].isnan().all()
-    rest = [*range(20), *range(31, 37)]
-    assert torch.equal(h[:, rest], expected_h[:, rest])
+    h, expected_h = h.flatten(0, 1), expected_h.flatten(0, 1)
+    lacking = slice(9, 27) if dense else slice(20, 31)
+    assert h[lacking].isnan().all()
+    for rest in (slice(lacking.start), slice(lacking.stop, None)):
+        assert torch.equal(h[rest], expected_h[rest])
     assert same(own, expected)
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("form", ["gdn", "gla"])
-def test_a_prefill_that_raises_writes_nothing(kernels: Stepper, form: str) -> None:
-    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device])
+def test_a_prefill_that_raises_writes_nothing(kernels: Stepper, form: str, dense: bool) -> None:
+    call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device], dense)
     own, indices = pool.clone(), torch.tensor(INDICES, device=kernels.device)
     for change, match in (
         ({"chunk_size": 0}, "chunk_size: got 0"), ({"kernel": "none"}, "kernel: got 'none'"), ({"scale": "1"}, "scale"),
@@ -387,6 +403,43 @@ def test_a_pool_whose_rows_share_memory(kernels: Stepper, form: str) -> None:
         call(pool._replace(C=C), state_indices=indices, backend=kernels.backend) for C in (wide, wide.contiguous())
     )
     assert torch.equal(found, expected)
+
+
+@given(
+    B=st.integers(1, 3), T=st.integers(1, 3), order=st.permutations(range(4)), spare=st.integers(0, 2),
+    gates=st.booleans(), gap=st.sampled_from([(0, 0), (1, 0), (0, 1)]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_batch_is_packed_where_that_is_a_view(
+    B: int, T: int, order: list[int], spare: int, gates: bool, gap: tuple[int, int]
+) -> None:
+    """The sequences of a batch, (B, T, ...) in any order of dims and with gaps, one after another in one row."""
+    sizes = [B + gap[0], T + gap[1], 2, 3 + spare]
+    back = [order.index(d) for d in range(4)]
+    v = torch.randn([sizes[d] for d in order]).permute(back)[:B, :T, :, :3]
+    log_f = v[..., 0] if gates else torch.randn(2).expand(B, T, 2)
+    x = Inputs(torch.randn(B, T, 1, 2), torch.randn(B, T, 1, 2), v, None, log_f, None, None, None, None)
+    packed = as_packed(x)
+    try:
+        expected = v.view(1, B * T, 2, 3)
+    except RuntimeError:
+        assert packed is None
+        return
+    assert packed is not None
+    assert packed.cu_seqlens is not None
+    assert packed.cu_seqlens.tolist() == [T * b for b in range(B + 1)]
+    assert torch.equal(packed.v, expected)
+    assert torch.equal(packed.log_f, log_f.flatten(0, 1)[None])
+    assert packed.v.data_ptr() == v.data_ptr()
+    assert packed.log_f.data_ptr() == log_f.data_ptr()
+    assert packed.sequences == B
+    assert as_packed(packed) is packed
+
+
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0)])
+def test_an_empty_batch_is_not_packed(B: int, T: int) -> None:
+    x = torch.zeros(B, T, 2, 3)
+    assert as_packed(Inputs(x, x, x, None, x[..., 0], None, None, None, None)) is None
 
 
 @pytest.mark.parametrize("form", ["exp", "gdn", "gla"])

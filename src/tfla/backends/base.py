@@ -270,7 +270,7 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
 
     exchanges = False  # can exchange the states of segments with other processes, see `has_segments`
     takes_gates = False  # reads the gates of the model, of any float dtype, instead of log-gates
-    reads_rows = False  # overrides `forward_by_rows`
+    row_kernels: tuple[str, ...] = ()  # the kernels that `forward_by_rows` runs
 
     def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
         """Return the kernel for `kernel=None`; chunk_size is None where the caller leaves it open too."""
@@ -284,7 +284,8 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
         """Compute h of sequences whose C are rows of a pool, which kernels read and overwrite, without gradients.
 
         Args:
-            x: the inputs; x.C is the pool, (rows of the pool, H, dqk, dhv), while x.n and x.m have N entries.
+            x: the inputs of packed sequences; x.C is the pool, (rows of the pool, H, dqk, dhv), while x.n and x.m have
+                N entries.
             rows: (N,) int32 or int64, the row of each sequence; -1 stands for a C of zeros that is not stored.
             spec: the options. With `final_state` the rows are overwritten.
 

@@ -154,14 +154,11 @@ def _compute(
         own = {name: None if t is None else t[None, decodes:] for name, t in tensors.items()}
         rows = indices[decodes:]
         given = _initial_states(metadata)
-        read = rows.new_full(rows.shape, -1) if given is None else torch.where(given, rows, -1)
-        padding = rows.new_full((1,), -1)
-        wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-        state = PoolRows(torch.cat([read, padding]), pool.C.shape[0]).read_state(pool, wide)
-        found, after = operator(
-            **own, initial_state=state, return_state=True, cu_seqlens=torch.cat([starts, rest]), **options
-        )
-        PoolRows(torch.cat([rows, padding]), pool.C.shape[0]).write_state(pool, after)
+        PoolRows(rows if given is None else torch.where(given, -1, rows), pool.C.shape[0]).clear(pool)
+        found, _ = operator(
+            **own, initial_state=pool, state_indices=torch.cat([rows, rows.new_full((1,), -1)]), return_state=True,
+            cu_seqlens=torch.cat([starts, rest]), **options,
+        )  # fmt: skip
         # Outputs of padding are zero, whatever its tokens hold.
         token = torch.arange(found.shape[1], device=v.device)
         h[decodes:] = torch.where((token < starts[-1])[:, None, None], found[0], 0)

@@ -17,7 +17,7 @@ from tfla.ops.checks import is_empty_batch
 from tfla.ops.delta_dispatch import DeltaRequest, plan, plan_before_activations, planned_inputs
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
-from tfla.ops.state_pool import attend_by_index, state_of_plan
+from tfla.ops.state_pool import as_packed, attend_by_index, state_of_plan
 from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
@@ -74,17 +74,20 @@ def _by_rows(request: DeltaRequest, indices: Tensor) -> Tensor | None:
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pool, state = request.state, state_of_plan(request.state, request.cu_seqlens, len(indices))
+    pool, state = request.state, state_of_plan(request.state, len(indices))
     if pool is None or state is None:
         return None
     own = request._replace(state=state)
-    x, found = plan_before_activations(own)
-    if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
+    given, found = plan_before_activations(own)
+    if found.use_dispatcher or found.spec.save or found.spec.kernel not in found.backend.row_kernels:
+        return None
+    x = as_packed(given)
+    if x is None:
         return None
     x = planned_inputs(x, own, found)._replace(C=pool.C)
     with without_autocast(x.q.device.type):
         h: Tensor | None = found.backend.forward_by_rows(x, indices, found.spec)
-    return h
+    return None if h is None else h.view(given.v.shape)
 
 
 def compute(

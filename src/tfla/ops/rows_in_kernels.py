@@ -8,7 +8,7 @@ from torch import Tensor
 from tfla.ops.autocast import without_autocast
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import clamp
-from tfla.ops.state_pool import PoolRows, state_of_plan
+from tfla.ops.state_pool import PoolRows, as_packed, state_of_plan
 
 
 def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
@@ -27,22 +27,28 @@ def attend_rows(request: Request, indices: Tensor) -> Tensor | None:
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pool, state = request.state, state_of_plan(request.state, request.lengths, len(indices))
+    pool, state = request.state, state_of_plan(request.state, len(indices))
     if pool is None or state is None:
         return None
-    x, found = plan(request._replace(state=state))
-    if not found.backend.reads_rows or found.use_dispatcher or found.spec.save:
+    given, found = plan(request._replace(state=state))
+    spec = found.spec
+    if found.use_dispatcher or spec.save or spec.kernel not in found.backend.row_kernels:
         return None
+    x = as_packed(given)
+    if x is None:
+        return None
+    if given.cu_seqlens is None and not found.backend.has_segments(given, spec):
+        spec = spec._replace(chunk_size=x.v.shape[1])  # no sequence is longer than the chunk that all of them fit into
     size = pool.C.shape[0]
     rows = PoolRows(torch.where(indices < size, indices, -1), size)  # kernels make h NaN where the pool lacks the row
     n, m = (None if t is None else rows.read(t).float() for t in (pool.n, pool.m))
     with without_autocast(x.q.device.type):
         x = x._replace(C=pool.C, n=n, m=None if m is None else clamp(m))
-        out = found.backend.forward_by_rows(x, indices, found.spec)
+        out = found.backend.forward_by_rows(x, indices, spec)
     if out is None:
         return None
     if request.return_state and pool.n is not None and pool.m is not None:
         rows.write(pool.n, out.n)
         rows.write(pool.m, out.m)
-    h: Tensor = out.h
+    h: Tensor = out.h.view(given.v.shape)
     return h

@@ -7,15 +7,19 @@ sequences gather their initial states here and scatter their final ones. An inde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tfla.backends import DeltaInputs, Inputs
 from tfla.ops import checks
 from tfla.ops.checked_values import checked_indices
 from tfla.ops.state import State
 from tfla.ops.transforms import PLAIN, needs_dispatcher, transforms_active
+
+AnyInputs = TypeVar("AnyInputs", Inputs, DeltaInputs)
+PER_STEP = ("q", "k", "v", "log_i", "log_f", "beta", "read_key")  # the tensors of any inputs that have steps
 
 
 def checked(indices: Tensor, pool: State) -> Tensor:
@@ -25,15 +29,30 @@ def checked(indices: Tensor, pool: State) -> Tensor:
     return indices
 
 
-def state_of_plan(pool: State | None, cu_seqlens: Tensor | None, sequences: int) -> State | None:
+def state_of_plan(pool: State | None, sequences: int) -> State | None:
     """Return a state with which a call whose kernels may read rows of a pool is planned, or None where none can.
 
-    Kernels read rows where sequences are packed and the pool is in float32. The plan of a call depends on the shape and
-    the dtype of its state alone, so that the values are those of the first row for every sequence.
+    Kernels read rows of a pool in float32. The plan of a call depends on the shape and the dtype of its state alone, so
+    that the values are those of the first row for every sequence.
     """
-    if pool is None or cu_seqlens is None or not len(pool.C) or pool.C.dtype != torch.float32:
+    if pool is None or not len(pool.C) or pool.C.dtype != torch.float32:
         return None
     return State(*(None if t is None else t[:1].expand(sequences, *t.shape[1:]) for t in pool))  # type: ignore[arg-type]
+
+
+def as_packed(x: AnyInputs) -> AnyInputs | None:
+    """Return the inputs of a call with its B sequences of T steps packed, (1, B T, ...), or None where that is a copy.
+
+    Kernels find the rows of packed sequences alone. Inputs that are packed already are returned as they are.
+    """
+    if x.cu_seqlens is not None:
+        return x
+    B, T = x.v.shape[:2]
+    steps = {name: t for name in PER_STEP if (t := getattr(x, name, None)) is not None}
+    if not x.v.numel() or (min(B, T) > 1 and any(t.stride(0) != T * t.stride(1) for t in steps.values())):
+        return None
+    offsets = torch.arange(0, B * T + 1, T, device=x.v.device)
+    return x._replace(cu_seqlens=offsets, **{name: t.flatten(0, 1)[None] for name, t in steps.items()})
 
 
 class PoolRows:
@@ -80,6 +99,16 @@ class PoolRows:
         for own, given in zip(pool, states, strict=True):
             if own is not None and given is not None:
                 self.write(own, given)
+
+    def clear(self, pool: State) -> None:
+        """Overwrite the rows of a pool by the states before the first step, which are zero."""
+        if not self.indices.shape[0] or not self.size:
+            return
+        _, target, written = self.targets()
+        for t in pool:
+            if t is not None:
+                first = torch.where(written, 0, t.index_select(0, target[:1]))  # if all are at -1, row 0 as it is
+                t.index_fill_(0, target, 0).index_copy_(0, target[:1], first)
 
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return which sequence (B,) writes and to which row (B,) int64, and whether any does."""

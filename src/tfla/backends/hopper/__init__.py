@@ -83,7 +83,7 @@ class Hopper(Backend):
     kernels = ("fused",)
     takes_gates = True
     exchanges = True
-    reads_rows = True
+    row_kernels = ("fused",)
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""

@@ -69,7 +69,7 @@ class Triton(Backend):
     kernels = ("fused", "tfla")
     takes_gates = True
     exchanges = True
-    reads_rows = True
+    row_kernels = ("fused",)
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
@@ -160,9 +160,7 @@ class Triton(Backend):
 
     def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
         """Compute the forward by the fused kernels, which read and overwrite rows of the pool x.C, or return None."""
-        if spec.kernel != "fused" or x.cu_seqlens is None or x.C is None or not x.v.numel():
-            return None
-        if not pool_rows.can_be_indexed(x.C, rows):
+        if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
             return None
         return _family(spec.kernel).run_forward(x, spec, rows.contiguous())
 

@@ -61,7 +61,7 @@ class TritonDelta(DeltaBackend):
     read_after_decay = (BY_SEGMENTS,)
     activations_by = "kernels"
     clamps_gates = True
-    reads_rows = True
+    row_kernels = ("fused",)
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
@@ -144,9 +144,7 @@ class TritonDelta(DeltaBackend):
         """Compute :meth:`forward_by_rows` with other launchers, if they are given."""
         from tfla.backends.triton import delta
 
-        if spec.kernel == BY_SEGMENTS or x.cu_seqlens is None or x.C is None or not x.v.numel():
-            return None
-        if not pool_rows.can_be_indexed(x.C, rows):
+        if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
             return None
         return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous()).h
 
