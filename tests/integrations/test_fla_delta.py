@@ -222,7 +222,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("chunk_kda", {"cp_context": object()}, ValueError, "cp_context: got .*expected None or False"),
     ("chunk_kda", {"return_intermediate_states": True}, ValueError, "return_intermediate_states: got True"),
     ("chunk_kda", {"allow_neg_eigval": True}, ValueError, "allow_neg_eigval: got True, expected it with"),
-    ("chunk_kda", {"use_gate_in_kernel": True}, ValueError, "A_log: got None with gate_activation='softplus'"),
+    ("chunk_kda", {"use_gate_in_kernel": True}, ValueError, "A_log: got None with use_gate_in_kernel=True"),
+    (
+        "chunk_kda",
+        {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(HV)},
+        ValueError,
+        "lower_bound: got None with safe_gate=True and use_gate_in_kernel=True",
+    ),
     ("chunk_kda", {"colour": 1}, TypeError, "colour: got an argument that chunk_kda does not take"),
     ("chunk_kda", {"chunk_size": 3}, ValueError, "chunk_size: got 3, expected a power of 2"),
     ("fused_recurrent_gla", {"gv": torch.zeros(1)}, ValueError, "gv: got a tensor, which tfla does not support"),
@@ -266,3 +272,65 @@ def test_errors_have_the_names_of_the_package(T: int) -> None:
         ours.chunk_delta_rule(q, q, g, g)
     with pytest.raises(TypeError, match=r"^q: got list, expected a tensor"):
         ours.chunk_delta_rule([1], q, v, g)
+    state = torch.zeros(2, 2, 4, 3)
+    with pytest.raises(TypeError, match=r"^v: got NoneType, expected a tensor"):
+        ours.chunk_delta_rule(q, q, None, g, initial_state=state)
+    with pytest.raises(ValueError, match=r"^initial_state: got device meta, expected that of q, cpu"):
+        ours.chunk_delta_rule(q, q, v, g, initial_state=state.to("meta"))
+    for run in (ours.chunk_gated_delta_rule, ours.fused_recurrent_gated_delta_rule):
+        for name, given in {"g": {"beta": g, "A_log": g[0, 0]}, "A_log": {"g": g, "beta": g}}.items():
+            with pytest.raises(ValueError, match=rf"^{name}: got None with use_gate_in_kernel=True, expected a tensor"):
+                run(q, q, v, **({"g": None} | given), use_gate_in_kernel=True)
+        with pytest.raises(ValueError, match=r"^beta: got None with use_beta_sigmoid_in_kernel=True"):
+            run(q, q, v, g=g, beta=None, use_beta_sigmoid_in_kernel=True)
+        o, _ = run(q, q, v, g=g, beta=g, use_qk_l2norm_in_kernel=None)
+        assert torch.equal(o, torch.zeros_like(v))
+
+
+GATES: dict[str, tuple[str, bool]] = {
+    "chunk_gated_delta_rule": ("g", False),
+    "fused_recurrent_gated_delta_rule": ("g", False),
+    "chunk_gated_delta_product": ("g", False),
+    "chunk_comba": ("g", False),
+    "chunk_kda": ("g", True),
+    "fused_recurrent_kda": ("g", True),
+    "chunk_dplr_delta_rule": ("gk", True),
+    "chunk_rwkv7": ("w", True),
+}
+
+
+@pytest.mark.parametrize("run_name", GATES)
+def test_errors_name_the_log_decays_of_the_caller(run_name: str) -> None:
+    run, (name, by_channel) = getattr(ours, run_name), GATES[run_name]
+    q, v, beta = torch.zeros(2, 5, 2, 4), torch.zeros(2, 5, 2, 3), torch.zeros(2, 5, 2)
+    given: dict[str, Any] = {"q": q, "r": q, "k": q, "v": v, "beta": beta, "a": q, "b": q, "p": q, "num_householder": 1}
+    given = {n: t for n, t in given.items() if n in inspect.signature(run).parameters}
+    good = q if by_channel else beta
+    run(**given, **{name: good})
+    for bad, kind, message in (
+        ([1.0], TypeError, "got list, expected a tensor"),
+        (good.int(), TypeError, "got dtype torch.int32, expected a float dtype"),
+        (good[:, :-1], ValueError, "got shape .*expected "),
+        (good[:, :, :1], ValueError, "got shape .*expected "),
+        (good.to("meta"), ValueError, "got device meta, expected that of q, cpu"),
+    ):
+        with pytest.raises(kind, match=f"^{name}: {message}"):
+            run(**given, **{name: bad})
+
+
+def test_errors_name_the_read_keys_of_comba_and_the_queries_of_rwkv7() -> None:
+    q, v, g = torch.zeros(2, 5, 2, 4), torch.zeros(2, 5, 2, 3), torch.zeros(2, 5, 2)
+    with pytest.raises(ValueError, match=r"^p: got shape \(2, 4, 2, 4\), expected \(2, 5, 2, 4\)"):
+        ours.chunk_comba(q, q, v, q[:, :-1], g, g)
+    with pytest.raises(TypeError, match=r"^r: got list, expected a tensor"):
+        ours.chunk_rwkv7([1.0], q, q, v, q, q)
+
+
+@torch.no_grad()
+def test_errors_name_arguments_of_simple_gla_and_of_constant_decays() -> None:
+    q, v = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 4, 3)
+    with pytest.raises(TypeError, match=r"^q: got NoneType, expected a tensor"):
+        ours.parallel_simple_gla(None, q, v)
+    for run, layer in ((ours.chunk_retention, {}), (ours.chunk_lightning_attn, {"layer_idx": 0, "num_layers": 1})):
+        with pytest.raises(ValueError, match=r"^v: got shape \(2, 1, 3, 3\), expected \(B, T, 4, V\)"):
+            run(q, q, v[:, :, :3], **layer)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tfla.integrations.fla.delta_scan import delta_scan
-from tfla.integrations.fla.scan import check_gate_dims
+from tfla.integrations.fla.scan import check_gates
+from tfla.ops.checks import check_float, check_shape
 
 __all__ = ["chunk_comba"]
 
@@ -50,7 +51,11 @@ def chunk_comba(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
-    check_gate_dims("g", g, by_channel=False)
+    if g is not None:
+        check_gates("g", g, q, v, by_channel=False)
+    if p is not None and isinstance(k, Tensor):
+        check_float("p", p)
+        check_shape("p", p, tuple(k.shape))
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, normalize_qk=use_qk_l2norm_in_kernel,
         read_key=p, read_before_decay=True,

@@ -13,33 +13,40 @@ from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.scan import key_first
 
 
-def beta_activation(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> BetaActivation:
+def beta_activation(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, beta: object) -> BetaActivation:
     """Return the activation of beta that two flags of the package stand for.
 
     Raises:
         TypeError: a value is not a flag.
-        ValueError: `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`.
+        ValueError: `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`, or this without `beta`.
     """
     check_flags(use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: got True, expected it with use_beta_sigmoid_in_kernel=True")
     if not use_beta_sigmoid_in_kernel:
         return "none"
+    if beta is None:
+        raise ValueError("beta: got None with use_beta_sigmoid_in_kernel=True, expected a tensor")
     return "2sigmoid" if allow_neg_eigval else "sigmoid"
 
 
 def gate_options(
-    use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+    g: object, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
 ) -> dict[str, Any]:
-    """Return the options of :func:`tfla.delta_rule` for the activation of the gates; none without it.
+    """Return the options of :func:`tfla.delta_rule` for the activation of the gates `g`; none without it.
 
     Raises:
         TypeError: `use_gate_in_kernel` is not a flag.
+        ValueError: `g` is missing, or `A_log` without `lower_bound`.
     """
     check_flags(use_gate_in_kernel=use_gate_in_kernel)
     if not use_gate_in_kernel:
         return {}
+    if g is None:
+        raise ValueError("g: got None with use_gate_in_kernel=True, expected a tensor")
     kind = "softplus" if lower_bound is None else "sigmoid"
+    if A_log is None and kind == "softplus":
+        raise ValueError("A_log: got None with use_gate_in_kernel=True, expected a tensor")
     return {"gate_activation": kind, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
 
 
@@ -73,6 +80,7 @@ def delta_scan(
         output_final_state=output_final_state, state_v_first=state_v_first,
         use_qk_l2norm_in_kernel=options.get("normalize_qk", False),
     )  # fmt: skip
+    options = {**options, "normalize_qk": bool(options.get("normalize_qk"))}  # None is False
     if initial_state is not None:
         initial_state = key_first(initial_state, q, v, cu_seqlens, state_v_first)
     state = None if initial_state is None else tfla.State(initial_state)

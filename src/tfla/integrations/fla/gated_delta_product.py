@@ -10,7 +10,7 @@ import tfla
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import final_state
 from tfla.integrations.fla.options import refuse
-from tfla.integrations.fla.scan import check_gate_dims, key_first
+from tfla.integrations.fla.scan import check_gates, key_first
 from tfla.nn.validation import check_int
 
 __all__ = ["chunk_gated_delta_product"]
@@ -56,13 +56,14 @@ def chunk_gated_delta_product(
     """
     refuse(cp_context=cp_context)
     check_flags(output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    check_gate_dims("g", g, by_channel=False)
+    if g is not None:
+        check_gates("g", g, q, v, by_channel=False)
     check_int("num_householder", num_householder, 1)
     state = None
     if initial_state is not None:
         state = tfla.State(key_first(initial_state, q, v, cu_seqlens, False))
     o, last = tfla.delta_product(
-        q, k, v, beta, g, writes=num_householder, normalize_qk=use_qk_l2norm_in_kernel, scale=scale,
+        q, k, v, beta, g, writes=num_householder, normalize_qk=bool(use_qk_l2norm_in_kernel), scale=scale,
         initial_state=state, return_state=True, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return o, final_state(last, output_final_state)

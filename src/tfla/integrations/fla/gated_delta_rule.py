@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tfla.integrations.fla.delta_scan import beta_activation, delta_scan, gate_options
 from tfla.integrations.fla.options import check_options, read_state_layout, refuse
-from tfla.integrations.fla.scan import check_gate_dims
+from tfla.integrations.fla.scan import check_gates
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
@@ -67,11 +67,12 @@ def chunk_gated_delta_rule(
     gates = [kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")]
     check_options(chunk_gated_delta_rule, kwargs)
     refuse(cp_context=cp_context)
-    check_gate_dims("g", g, by_channel=False)
+    if g is not None:
+        check_gates("g", g, q, v, by_channel=False)
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
         normalize_qk=use_qk_l2norm_in_kernel,
-        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval), **gate_options(*gates),
+        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta), **gate_options(g, *gates),
     )  # fmt: skip
 
 
@@ -113,11 +114,13 @@ def fused_recurrent_gated_delta_rule(
     refuse(gv=gv)
     if gk is not None and (g is not None or use_gate_in_kernel):
         raise ValueError("gk: got a tensor beside g or use_gate_in_kernel, expected one of them at most")
-    check_gate_dims("g", g, by_channel=False)
-    check_gate_dims("gk", gk, by_channel=True)
+    if g is not None:
+        check_gates("g", g, q, v, by_channel=False)
+    if gk is not None:
+        check_gates("gk", gk, q, v, by_channel=True)
     return delta_scan(
         q, k, v, beta, g if gk is None else gk, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
         normalize_qk=use_qk_l2norm_in_kernel,
-        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        **gate_options(use_gate_in_kernel, A_log, dt_bias),
+        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta),
+        **gate_options(g, use_gate_in_kernel, A_log, dt_bias),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import tfla
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import final_state
 from tfla.integrations.fla.options import check_options, refuse
-from tfla.integrations.fla.scan import check_gate_dims, key_first
+from tfla.integrations.fla.scan import check_gates, key_first
 
 __all__ = ["chunk_dplr_delta_rule"]
 
@@ -60,7 +60,7 @@ def chunk_dplr_delta_rule(
     check_options(chunk_dplr_delta_rule, kwargs)
     check_flags(output_final_state=output_final_state, safe_gate=safe_gate, disable_recompute=disable_recompute)
     refuse(cp_context=cp_context)
-    check_gate_dims("gk", gk, by_channel=True)
+    check_gates("gk", gk, q, v, by_channel=True)
     state = None
     if initial_state is not None:
         state = tfla.State(key_first(initial_state, q, v, cu_seqlens, False))

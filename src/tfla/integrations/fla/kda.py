@@ -9,7 +9,7 @@ from torch import Tensor
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import beta_activation, delta_scan, gate_options
 from tfla.integrations.fla.options import check_options, read_state_layout, refuse
-from tfla.integrations.fla.scan import check_gate_dims
+from tfla.integrations.fla.scan import check_gates
 
 __all__ = ["chunk_kda", "fused_recurrent_kda"]
 
@@ -57,10 +57,11 @@ def chunk_kda(
             lower_bound sigmoid(exp(A_log) (g + dt_bias)).
         use_beta_sigmoid_in_kernel: beta is the argument of a sigmoid.
         allow_neg_eigval: beta is 2 sigmoid(beta), with `use_beta_sigmoid_in_kernel`.
+        safe_gate: requires `lower_bound` with `use_gate_in_kernel`, without another effect: no decay is too small.
         lower_bound: the smallest log-decay of `use_gate_in_kernel`.
         state_v_first: states have V before K.
         cu_seqlens: (N + 1,) int, for B = 1: the first step of each packed sequence and, last, T.
-        safe_gate, disable_recompute, cu_seqlens_cpu, max_num_seqs: accepted without effect.
+        disable_recompute, cu_seqlens_cpu, max_num_seqs: accepted without effect.
         return_intermediate_states, cp_context, use_graph: not supported; False or None.
         kwargs: `A_log` (HV,) and `dt_bias` (HV x K,) of `use_gate_in_kernel`; `chunk_size` (a power of 2) and
             `head_first=False`, accepted without effect; and `transpose_state_layout`, the deprecated name of
@@ -78,6 +79,8 @@ def chunk_kda(
     check_options(chunk_kda, kwargs)
     check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context, use_graph=use_graph)
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound: got None with safe_gate=True and use_gate_in_kernel=True, expected a number")
     return fused_recurrent_kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
@@ -110,12 +113,13 @@ def fused_recurrent_kda(
     """
     state_v_first = read_state_layout(kwargs, state_v_first)
     check_options(fused_recurrent_kda, kwargs)
-    check_gate_dims("g", g, by_channel=True)
+    if g is not None:
+        check_gates("g", g, q, v, by_channel=True)
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
         normalize_qk=use_qk_l2norm_in_kernel,
-        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        **gate_options(use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, q, v), lower_bound),
+        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta),
+        **gate_options(g, use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, q, v), lower_bound),
     )  # fmt: skip
 
 

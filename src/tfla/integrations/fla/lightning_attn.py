@@ -22,7 +22,7 @@ def _log_decays(q: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor
         raise ValueError(f"num_layers: got {num_layers}, expected at least 1")
     if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx: got {layer_idx}, expected from 0 to num_layers - 1 = {num_layers - 1}")
-    H = count_heads(q)
+    H = count_heads(q, v)
     slope = 8 / H * (1 - layer_idx / num_layers)
     return log_decays(None, -slope * torch.arange(H, dtype=torch.float32, device=q.device), v)
 

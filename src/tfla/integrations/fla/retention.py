@@ -16,7 +16,7 @@ __all__ = ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retentio
 
 def _log_decays(q: Tensor, v: Tensor) -> Tensor:
     """Return the log-decays log(1 - 2^(-5-h)) of heads h as (B, T, H)."""
-    heads = torch.arange(count_heads(q), dtype=torch.float32, device=q.device)
+    heads = torch.arange(count_heads(q, v), dtype=torch.float32, device=q.device)
     return log_decays(None, torch.log1p(-torch.exp2(-5 - heads)), v)
 
 

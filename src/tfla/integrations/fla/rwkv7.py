@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from tfla.integrations.fla.generalized_delta_rule import chunk_dplr_delta_rule
+from tfla.integrations.fla.scan import check_gates
+from tfla.ops.checks import check_float, check_shape
 
 __all__ = ["chunk_rwkv7"]
 
@@ -39,6 +41,9 @@ def chunk_rwkv7(
         w: (B, T, H, K), log-decays.
         scale: the factor of the queries.
     """
+    check_float("r", r)
+    check_shape("r", r, ("B", "T", "H", "K"))
+    check_gates("w", w, r, v, by_channel=True)
     return chunk_dplr_delta_rule(
         r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size,
         disable_recompute, cp_context, lower_bound,

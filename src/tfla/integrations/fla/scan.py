@@ -32,23 +32,38 @@ def log_decays(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor:
     return g_gamma.expand(v.shape[:3])
 
 
-def check_gate_dims(name: str, g: object, by_channel: bool) -> None:
-    """Check the number of dimensions of log-decays, by which tfla's operators tell gates by channel from gates by step.
+def check_gates(name: str, g: object, q: object, v: object, by_channel: bool) -> None:
+    """Check log-decays under the name that the caller gave them; tfla's operators have another one.
 
-    The operators check the rest.
+    Args:
+        name: the argument's name.
+        g: (B, T, H), or (B, T, H, K) with `by_channel`, by which the operators tell the two kinds apart.
+        q, v: tensors with these B, T, H and K; the operators refuse others.
 
     Raises:
-        ValueError: `g` has another number of dimensions.
+        TypeError: `g` is no tensor, or has no float dtype.
+        ValueError: `g` has another shape, or is on another device.
     """
-    dims = ("B", "T", "H", "K") if by_channel else ("B", "T", "H")
-    if isinstance(g, Tensor) and g.dim() != len(dims):
-        raise ValueError(f"{name}: got shape {tuple(g.shape)}, expected ({', '.join(dims)})")
+    if not hasattr(g, "device_mesh"):  # the operators take DTensors
+        check_float(name, g)
+    assert isinstance(g, Tensor)
+    dims: tuple[int | str, ...] = ("B", "T", "H", "K") if by_channel else ("B", "T", "H")
+    if g.dim() == len(dims) and all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, v)):
+        assert isinstance(q, Tensor)
+        assert isinstance(v, Tensor)
+        dims = (q.shape[0], q.shape[1], v.shape[2], q.shape[3])[: len(dims)]
+        if g.device != q.device:
+            raise ValueError(f"{name}: got device {g.device}, expected that of q, {q.device}")
+    check_shape(name, g, dims)
 
 
-def count_heads(q: Tensor) -> int:
-    """Check q (B, T, H, K) and return its number of heads H."""
+def count_heads(q: Tensor, v: Tensor | None = None) -> int:
+    """Check q (B, T, H, K), and that v (B, T, H, V) has as many heads if it is given, and return their number H."""
     check_float("q", q)
     check_shape("q", q, ("B", "T", "H", "K"))
+    if v is not None:
+        check_float("v", v)
+        check_shape("v", v, ("B", "T", q.shape[2], "V"))
     return q.shape[2]
 
 
@@ -89,11 +104,15 @@ def key_first(state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, st
     """Check an initial state and return it as (N, H, K, V)."""
     check_float("initial_state", state)
     count_heads(q)
+    check_float("v", v)
+    check_shape("v", v, ("B", "T", "H", "V"))
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         check_cu_seqlens(cu_seqlens, q)
     sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     check_shape("initial_state", state, (sequences, v.shape[2], *dims))
+    if state.device != q.device:
+        raise ValueError(f"initial_state: got device {state.device}, expected that of q, {q.device}")
     return state.transpose(-1, -2) if state_v_first else state
 
 
@@ -104,6 +123,7 @@ def _scan_forward(
     state = None if initial is None else tfla.State(initial)
     if v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
         if state is None:
+            count_heads(q)
             dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
             state = tfla.State(v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[3], dtype=dtype))
         o, last = tfla.linear_attention_steps(q, k, v, g, state, scale=scale)
