@@ -81,13 +81,16 @@ def test_seq_idx_keeps_sequences_apart(device: str, ids: tuple[int, int, int]) -
     compare(p, [y, states], starts, (0.0, float("inf")), True, slice(len(changes) - 1, None, len(changes)))
 
 
+@pytest.mark.parametrize("has_seq_idx", [False, True])
 @pytest.mark.parametrize("states", [1, 3])
-def test_packed_sequences(device: str, states: int) -> None:
+def test_packed_sequences(device: str, states: int, has_seq_idx: bool) -> None:
     p = problem(device, torch.float32, batch=1, states=states)
     cu_seqlens = torch.tensor([0, 11, 24, T], device=device)
     firsts = [row if row < states else None for row in range(3)]
     starts = [list(zip(cu_seqlens.tolist()[:-1], firsts, strict=True))]
-    options = {"chunk_size": 16, "cu_seqlens": cu_seqlens, "dt_softplus": True}
+    options: dict[str, Any] = {"chunk_size": 16, "cu_seqlens": cu_seqlens, "dt_softplus": True}
+    if has_seq_idx:  # resets no state at the first step of a sequence
+        options["seq_idx"] = torch.arange(3, device=device).repeat_interleave(cu_seqlens.diff())[None]
     y, last, each = mamba_chunk_scan_combined(**p, **options, return_final_states=True, return_varlen_states=True)
     assert torch.equal(each[-1:], last)
     compare(p, [y, each], starts, (0.0, float("inf")), True, slice(None))

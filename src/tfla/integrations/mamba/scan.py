@@ -71,6 +71,12 @@ def _expand_initial_states(initial_states: Tensor, sequences: int, shape: tuple[
     return states if rows == sequences else F.pad(states, (0, 0, 0, 0, 0, 0, 0, sequences - 1))
 
 
+def _first_steps(cu_seqlens: Tensor, seqlen: int) -> Tensor:
+    """Return at which steps a packed sequence starts, (seqlen,) bool."""
+    found = torch.zeros(seqlen + 1, dtype=torch.bool, device=cu_seqlens.device)  # empty sequences may start at the end
+    return found.index_fill(0, cu_seqlens[:-1].long().clamp(0, seqlen), True)[:seqlen]
+
+
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
@@ -112,7 +118,7 @@ def mamba_chunk_scan_combined(
             the index changes, and also before the first step if its index is not 0.
         cu_seqlens: (sequences + 1,) int, for batch 1: the first step of each packed sequence and, last, seqlen. No
             state passes from one sequence to the next, with or without seq_idx. initial_states may then have a row for
-            each sequence; a single row belongs to the first sequence.
+            each sequence, which starts from it whatever seq_idx is; a single row belongs to the first sequence.
         dt_softplus: take softplus of dt + dt_bias.
         dt_limit: the least and the greatest dt.
         return_final_states: also return the state after the last step, (batch, nheads, headdim, dstate).
@@ -151,6 +157,8 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None:
         check_sequence_ids(seq_idx, x)
         starts = torch.diff(seq_idx, dim=1, prepend=torch.zeros_like(seq_idx[:, :1])) != 0
+        if cu_seqlens is not None and initial_states is not None and initial_states.shape[0] > 1:
+            starts = starts & ~_first_steps(cu_seqlens, seqlen)
         log_f = log_f.masked_fill(starts[..., None], -math.inf)
     state = None
     if initial_states is not None:
