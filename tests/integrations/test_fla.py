@@ -294,6 +294,18 @@ def test_lightning_attention() -> None:
     agree([ours.chunk_lightning_attn(*leaves, layer_idx=3, num_layers=12)[0]], [expected], leaves)
 
 
+def test_constant_decays_of_float64_are_not_rounded_to_float32() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 50, 3, 4, dtype=torch.float64) for _ in range(3))
+    heads = torch.arange(3, dtype=torch.float64)
+    for (o, _), g in (
+        (ours.chunk_retention(q, k, v), torch.log1p(-torch.exp2(-5 - heads))),
+        (ours.chunk_lightning_attn(q, k, v, layer_idx=1, num_layers=3), -8 / 3 * (1 - 1 / 3) * heads),
+    ):
+        expected, _ = ours.chunk_simple_gla(q, k, v, g_gamma=g)
+        assert error(o, expected) <= 1e-14
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_linear_attention(normalize: bool) -> None:
     leaves = inputs("q", "k", "v", "state", "keys")[: 5 if normalize else 4]

@@ -23,8 +23,9 @@ def _log_decays(q: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor
     if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx: got {layer_idx}, expected from 0 to num_layers - 1 = {num_layers - 1}")
     H = count_heads(q, v)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     slope = 8 / H * (1 - layer_idx / num_layers)
-    return log_decays(None, -slope * torch.arange(H, dtype=torch.float32, device=q.device), v)
+    return log_decays(None, -slope * torch.arange(H, dtype=dtype, device=q.device), v)
 
 
 def chunk_lightning_attn(

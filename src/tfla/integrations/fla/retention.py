@@ -16,7 +16,8 @@ __all__ = ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retentio
 
 def _log_decays(q: Tensor, v: Tensor) -> Tensor:
     """Return the log-decays log(1 - 2^(-5-h)) of heads h as (B, T, H)."""
-    heads = torch.arange(count_heads(q, v), dtype=torch.float32, device=q.device)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = torch.arange(count_heads(q, v), dtype=dtype, device=q.device)
     return log_decays(None, torch.log1p(-torch.exp2(-5 - heads)), v)
 
 
