@@ -97,6 +97,24 @@ def test_each_sequence_is_as_alone(form: str, data: st.DataObject, decodes: int,
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_prefills_without_any_token(form: str, decodes: int) -> None:
+    """Rows that do not go on from their states are zero then, as where other prefills have tokens."""
+    call, operator, batched = FORMS[form]
+    pool, x = pool_of(form), problem(decodes, 3)
+    before = pool.clone()
+    h = call(batched, x, pool, metadata(decodes, [0, 0], [*[3, 5][:decodes], 4, 7], [True, False]))
+    assert h.shape == x["v"].shape
+    for s, row in enumerate([3, 5][:decodes]):
+        own = {name: t[None, s : s + 1] for name, t in x.items()}
+        expected, _ = call(operator, own, initial_state=before.gather([row]), return_state=True)
+        assert (h[s] - expected[0, 0]).norm() <= 1e-10 * expected.norm() + 1e-14
+        assert not torch.equal(pool.C[row], before.C[row])
+    assert torch.equal(pool.C[4], before.C[4])
+    assert not pool.C[7].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_padding_changes_no_row(form: str) -> None:
     call, _, batched = FORMS[form]
     pool = pool_of(form)

@@ -155,6 +155,8 @@ def _compute(
         rows = indices[decodes:]
         given = _initial_states(metadata)
         PoolRows(rows if given is None else torch.where(given, -1, rows), pool.C.shape[0]).clear(pool)
+        if v.shape[0] == decodes:  # all prefills are empty, and the operators take no call without steps
+            return h
         found, _ = operator(
             **own, initial_state=pool, state_indices=torch.cat([rows, rows.new_full((1,), -1)]), return_state=True,
             cu_seqlens=torch.cat([starts, rest]), **options,
