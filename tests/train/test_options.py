@@ -41,7 +41,7 @@ NAMED = [
     (["--optim.weight-decay", "-1"], "optim.weight_decay: got -1.0, expected a finite number of at least 0"),
     (["--optim.lr", "inf"], "optim.lr: got inf, expected a finite number above 0"),
     (["--optim.eps", "nan"], "optim.eps: got nan"),
-    (["--optim.clip", "nan"], "optim.clip: got nan"),
+    (["--optim.clip", "nan"], "optim.clip: got nan, expected a number above 0, or inf"),
     (["--optim.warmup-steps", "-1"], "optim.warmup_steps: got -1, expected at least 0"),
     (["--optim.warmup-steps", "5"], "optim.warmup_steps, optim.cooldown_steps: got 5 and 0"),
     (["--seed", "-1"], "seed: got -1, expected at least 0"),

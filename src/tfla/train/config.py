@@ -201,8 +201,8 @@ class Optim:
         )
         require(ok, "optim.betas", self.betas, "two numbers from 0 and below 1")
         check_range("optim.weight_decay", self.weight_decay, 0)
-        if self.clip != math.inf:
-            check_range("optim.clip", self.clip, 0, with_low=False)
+        above_0 = self.clip == math.inf or (is_number(self.clip) and self.clip > 0)
+        require(above_0, "optim.clip", self.clip, "a number above 0, or inf")
         for name in ("warmup_steps", "cooldown_steps"):
             if getattr(self, name) is not None:
                 check_count(f"optim.{name}", getattr(self, name), 0)
