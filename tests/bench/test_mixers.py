@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from addresses import Addresses
 from torch.utils._pytree import tree_leaves
 
-from tfla.bench import mixers, page_tables, stored, worker
+from tfla.bench import mixers, page_tables, replay, stored, worker
 from tfla.bench.suites import SUITES
 from tfla.measure.problem import BOTH, FORWARD, Problem
 from tfla.nn import KeyValues
@@ -63,19 +62,6 @@ def test_a_step_of_attention_reads_its_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(work.run(*work.inputs), first)
 
 
-class Addresses:
-    """A stand-in for a CUDA graph: it reads tensors that it does not own, and finds those that were freed."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.read = [weakref.ref(t) for t in tensors]
-
-    def replay(self) -> None:
-        """Read the tensors, all of which must still be there."""
-        gc.collect()
-        freed = sum(t() is None for t in self.read)
-        assert not freed, f"{freed} of {len(self.read)} weights and states of the graph were freed"
-
-
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "kda", "mamba2", "attention"])  # each kind of state
 def test_what_a_graph_reads_outlives_its_capture(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's weights and state are there at each replay, as long as the benchmark holds its work."""
@@ -92,7 +78,7 @@ def test_what_a_graph_reads_outlives_its_capture(mixer: str, monkeypatch: pytest
         return graph, result
 
     monkeypatch.setattr(MIXERS[mixer], "step", observed)
-    monkeypatch.setattr(mixers, "capture_graph", capture_graph)
+    monkeypatch.setattr(replay, "capture_graph", capture_graph)
     work = mixers.step(Problem(**PROBLEM | {"device": "cpu:0"}), mixer, **SMALL)  # a device that is not named "cpu"
     assert work.run(*work.inputs).shape == (2, 32)
     work.inputs.clear()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from addresses import Addresses
 
 from tfla.bench.suites import SUITES
 from tfla.bench.worker import serve
@@ -14,7 +16,7 @@ from tfla.measure.problem import BOTH, FORWARD, Problem
 
 transformers = pytest.importorskip("transformers", reason='pip install "tfla[transformers]"')
 
-from tfla.bench import recurrent_models  # noqa: E402
+from tfla.bench import recurrent_models, replay  # noqa: E402
 
 COMMON = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
@@ -44,6 +46,30 @@ def test_each_is_timed(name: str, call: str, path: str) -> None:
     assert rows.pop() == {"done": True}
     assert [row["direction"] for row in rows] == directions
     assert all(row.get("seconds", 0) > 0 for row in rows), rows
+
+
+def test_what_a_graph_reads_of_attention_outlives_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the keys and values that the cache had before the call that was captured."""
+    layer, read = transformers.cache_utils.DynamicLayer, list[torch.Tensor]()
+    update = layer.update
+
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        read[:] = [x for x in (self.keys, self.values) if x is not None]
+        return update(self, *args, **kwargs)
+
+    def capture_graph(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[Addresses, torch.Tensor]:
+        call()
+        result = call()
+        graph = Addresses(read)
+        assert len(read) == 2
+        read.clear()
+        return graph, result
+
+    monkeypatch.setattr(layer, "update", observed)
+    monkeypatch.setattr(replay, "capture_graph", capture_graph)
+    name = "qwen3_next"
+    work = recurrent_models.step(Problem(**PROBLEM), name, "tfla", graph=True, **SMALL[name])
+    assert work.run(*work.inputs).shape == (2, 1, 40)
 
 
 @pytest.mark.parametrize("call", ["model", "step"])

@@ -294,17 +294,19 @@ def recurrent_models(call: str) -> list[Entry]:
     """Return two models of transformers, each with tfla, in PyTorch, and with the package that transformers calls.
 
     Args:
-        call: "model" for prefill and training, "step" for decoding.
+        call: "model" for prefill and training, "step" for decoding, as a call and replayed from a CUDA graph.
     """
     paths = {"tfla": "tfla", "transformers, in PyTorch": "pytorch"}
     packages = {"mamba2": "mamba_ssm", "qwen3_next": "fla"}
+    ways: dict[str, dict[str, Any]] = {"": {}} if call == "model" else {"": {}, ", CUDA graph": {"graph": True}}
     return [
         Entry(
-            name, f"tfla.bench.recurrent_models:{call}", {"name": model, "path": path}, group=model,
+            name + way, f"tfla.bench.recurrent_models:{call}", {"name": model, "path": path, **options}, group=model,
             needs=packages[model] if path == "packages" else "transformers",
         )
         for model, package in packages.items()
         for name, path in (paths | {f"transformers, on {package}": "packages"}).items()
+        for way, options in ways.items()
     ]  # fmt: skip
 
 

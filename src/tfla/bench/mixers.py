@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tfla.bench.replay import Replay
 from tfla.measure.problem import Problem, Work
 from tfla.nn import KeyValues, ModelConfig
-from tfla.nn.decode import capture_graph
 from tfla.nn.layers import SequenceMixer
 from tfla.nn.mixers import MIXERS
 
@@ -76,25 +75,7 @@ def step(problem: Problem, mixer: str, **fields: Any) -> Work:
 
     if problem.device == "cpu":
         return Work(run, [x], _facts(built, config))
-    return Work(Replay(run, x), [x], _facts(built, config))
-
-
-class Replay:
-    """A call that was captured in a CUDA graph, and that is replayed with the input of the capture.
-
-    Args:
-        call: the call. It is kept, since the graph reads weights and states at their addresses and owns none of them.
-        x: its input.
-    """
-
-    def __init__(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self.call, self.x = call, x
-        self.graph, self.result = capture_graph(lambda: call(x), x.device)
-
-    def __call__(self, _: Tensor) -> Tensor:
-        """Replay the call and return its result, which the next replay overwrites."""
-        self.graph.replay()
-        return self.result
+    return Work(Replay(run, x.device, x), [x], _facts(built, config))
 
 
 def facts_of(mixer: str) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tfla.bench.replay import Replay
 from tfla.integrations.transformers import accelerate
 from tfla.integrations.transformers.rebind import with_functions
 from tfla.integrations.transformers.recurrences import LAYERS
@@ -79,14 +81,32 @@ def model(problem: Problem, name: str, path: Path, **fields: Any) -> Work:
     return Work(run, list(built.parameters()))
 
 
-def step(problem: Problem, name: str, path: Path, **fields: Any) -> Work:
+def step(problem: Problem, name: str, path: Path, graph: bool = False, **fields: Any) -> Work:
     """Return a call that decodes one token of each of B sequences, after a prompt of T tokens.
 
-    The arguments are those of :func:`build`. The cache of attention layers grows by a token in each call.
+    Attention does not use cuDNN, which plans for 20 ms at each new length. The other arguments are those of
+    :func:`build`.
+
+    Args:
+        problem: its dtype and device, and B and T.
+        name: a key of MODELS.
+        path: what computes the model's recurrences.
+        graph: replay the call from a CUDA graph, so that the host's time does not count. Without a graph the cache of
+            attention layers grows by a token in each call, with it every replay reads the same one.
+        fields: changes of the fields of its config.
     """
     built = build(problem, name, path, **fields).eval()
     ids = torch.randint(1, built.config.vocab_size, (problem.B, problem.T), device=problem.device)
     cache = "cache_params" if name == "mamba2" else "past_key_values"
     with torch.no_grad():
         inputs = {cache: built(ids, use_cache=True, logits_to_keep=1)[cache]}
-    return Work(lambda *_: built(ids[:, :1], use_cache=True, **inputs).logits, [])
+    read: list[list[Tensor]] = []
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        if graph:  # attention replaces the tensors of its cache, and replays read those that it had in the capture
+            read.append([x for layer in inputs[cache].layers for x in vars(layer).values() if isinstance(x, Tensor)])
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return built(ids[:, :1], use_cache=True, **inputs).logits
+
+    return Work(Replay(run, ids.device) if graph else run, [])
