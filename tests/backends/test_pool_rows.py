@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, problem
+from cases import INTERPRETED, error, problem
 from test_hopper import simulation
 from torch import Tensor
 
@@ -178,7 +178,7 @@ def test_a_batch_takes_the_rows(
     backend: str, form: str, dims: tuple[int, int], B: int, T: int, chunk_size: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Calls on a batch have the bits of separate states, and no C is gathered or scattered."""
+    """Calls on a batch have the results of separate states, with their bits on a CPU; no C is gathered or scattered."""
     x, pool = batch(form, dims, B, T)
     options: dict[str, Any] = {"backend": backend, "chunk_size": chunk_size}
     rows = torch.tensor(ROWS[:B], device=DEVICE)
@@ -195,12 +195,17 @@ def test_a_batch_takes_the_rows(
     read = attend(form, x, pool, state_indices=rows, **options)
     assert same(pool, before)
     h, found = attend(form, x, pool, state_indices=rows, return_state=True, **options)
-    assert same(pool, after)
+    assert (same if INTERPRETED else alike)(pool, after)
     assert all(a is b for a, b in zip(found, pool, strict=True))
     for own in (read, h):
         assert own.shape == expected_h.shape
         assert torch.equal(own[~lacking], expected_h[~lacking])
         assert own[lacking].isnan().all()
+
+
+def alike(a: tfla.State, b: tfla.State) -> bool:
+    """Return whether states differ by rounding at most: GPUs have a kernel of its own for packed sequences."""
+    return all(s is t is None or error(s, t) <= 1e-6 for s, t in zip(a, b, strict=True))  # type: ignore[arg-type]
 
 
 def without_matrices(method: Any) -> Any:

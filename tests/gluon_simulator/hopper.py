@@ -40,7 +40,9 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     from tfla.backends.hopper import fused, fused_small_head  # noqa: F401  what launches, with Triton's own language
     from tfla.backends.triton import delta_kernels  # noqa: F401
 
-    shared = [f"tfla.backends.gpu.{name}" for name in ("gate_kernels", "rounded_sums", "gate_gradients")]
+    shared = [
+        f"tfla.backends.gpu.{name}" for name in ("gate_kernels", "rounded_sums", "gate_gradients", "gate_activations")
+    ]
     names = [*shared, *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]
     modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
     caching.clear_caches()  # launches recorded with other kernels

@@ -132,17 +132,21 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
     """Run inline assembly: moves, products, reciprocals, fused multiply-adds, bounds and waits for TMA stores."""
-    registers: dict[str, Any] = {f"${i + 1}": plain(x) for i, x in enumerate(args)}
+    results = constraints.count("=")  # two are those of a pair of elements
+    registers: dict[str, Any] = {f"${i + results}": plain(x) for i, x in enumerate(args)}
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
         name, rest = re.split(r"\s+", line, maxsplit=1)
         target, *read = re.split(r"\s*,\s*", rest)
-        wide = [registers[x].double() if isinstance(registers[x], Tensor) else registers[x] for x in read]
+        given = [registers.get(x, x) for x in read]
+        wide = [x.double() if isinstance(x, Tensor) else x for x in given]
         if name.startswith(".reg"):
             continue
         elif name == "cp.async.bulk.wait_group":
             memory.store_wait(int(target))
         elif name.startswith("mov."):
             (registers[target],) = wide
+        elif results == 2 and name in ("shl.b32", "and.b32"):  # bfloat16 numbers are the high halves of float32 ones
+            registers[target] = wide[0].to(dtype)
         elif name.startswith("rcp."):
             registers[target] = (1 / wide[0]).to(dtype)
         elif name.startswith("mul.rn."):

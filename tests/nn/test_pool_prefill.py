@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED
+from cases import INTERPRETED, error
 from invariant_models import RECURRENCES, RECURRENT, build, leaves, same, tokens
 from torch import Tensor
 
@@ -67,7 +67,10 @@ def check(model: LanguageModel, kind: str, pool: Any, expected: tuple[Tensor, An
     hidden, after, between = prefill(model, kind, pool, state_indices=rows)
     assert all(a is b for a, b in zip(after, pool, strict=True))
     assert torch.equal(hidden, expected[0])
-    same(after, expected[1])
+    if kind == "dense" and rows.is_cuda:  # kernels of GPUs get packed sequences, for which others are compiled
+        assert all(error(x, y) <= 1e-6 for x, y in zip(leaves(after), leaves(expected[1]), strict=True))
+    else:
+        same(after, expected[1])
     same(between, expected[2])
 
 

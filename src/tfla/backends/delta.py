@@ -62,8 +62,9 @@ class DeltaInputs(NamedTuple):
 class DeltaSpec(NamedTuple):
     """The options of one call.
 
-    The last four differ from their defaults only if `DeltaBackend.activations_by` is "backend", and `normalize_qk` also
-    where `DeltaBackend.normalizes` is true: else the operator applies the activations before the call.
+    The last four differ from their defaults only if `DeltaBackend.activations_by` is "backend", `normalize_qk` also
+    where `DeltaBackend.normalizes` is true, and those of the gates where `DeltaBackend.activates` is: else the operator
+    applies the activations before the call.
     """
 
     scale: float  # factor of the queries
@@ -170,8 +171,13 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
         """Return whether the kernels of an eager call divide q and k by their norms themselves.
 
-        A forward with `save` then returns 1 / |q| and 1 / |k| in the place of the states of chunks.
+        With at most one gate a step, a forward with `save` then returns 1 / |q| and 1 / |k| in the place of the states
+        of chunks.
         """
+        return False
+
+    def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
+        """Return whether the kernels of an eager call apply the activation of the gates themselves."""
         return False
 
     @abstractmethod

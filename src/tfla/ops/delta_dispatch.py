@@ -72,7 +72,11 @@ def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaI
     clamp_gates = not found.backend.clamps_gates
     if found.spec.normalize_qk:  # the kernels do it
         request = request._replace(normalize_qk=False)
-    return activated_inputs(x, request, found.backend, eager=not found.use_dispatcher, clamp_gates=clamp_gates)
+    by_kernels = found.spec.gate_activation != "none"
+    if by_kernels:
+        request = request._replace(gate_activation="none")
+    found_inputs = activated_inputs(x, request, found.backend, not found.use_dispatcher, clamp_gates)
+    return found_inputs._replace(A_log=x.A_log, dt_bias=x.dt_bias) if by_kernels else found_inputs
 
 
 def plan_before_activations(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
@@ -160,6 +164,8 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
     use_dispatcher = not cached and needs_dispatcher(x)
     if request.normalize_qk and not use_dispatcher and backend.normalizes(x, spec):
         spec = spec._replace(normalize_qk=True)
+    if request.gate_activation != "none" and not use_dispatcher and backend.activates(x, spec):
+        spec = spec._replace(gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0)
     return x, Plan(backend, spec, use_dispatcher, cached, True)
 
 

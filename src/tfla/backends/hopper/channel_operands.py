@@ -22,8 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tfla.backends.gpu.gate_activations import activated_gate, load_activation
 from tfla.backends.gpu.gate_kernels import HIGHEST, base2_exponent, first_tile, locate_chunk
-from tfla.backends.hopper import delta_solve, mma, pipeline
+from tfla.backends.hopper import delta_solve, delta_tiles, mma, pipeline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,17 +96,43 @@ def exponents_from_middle(g, sums):
     return c + offset, first, second
 
 
+@gluon.jit
+def widened(x):
+    """Return bfloat16 values x in float32. The compiler does not know them as such: it does not keep them for later."""
+    asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def store_norms(x, to, r, steps, stride):
+    """Store the inverse norms of the steps x, (L, WIDTH), and return them, (L, 1).
+
+    Args:
+        x: The steps.
+        to: Where the one of the first step is stored, and that of the next one `stride` elements after it.
+        r: The numbers of the steps, (L).
+        steps: How many steps there are.
+        stride: The distance of steps in `to`.
+    """
+    x = widened(x)
+    inverse = delta_tiles.inverse_norm(gl.sum(x * x, 1))  # (L)
+    gl.store(to + r * stride, inverse, mask=r < steps)
+    return gl.expand_dims(inverse, 1)
+
+
 @gluon.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row", "low_row"])
 def channel_operands_kernel(
-    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, needs_levels, scale,
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, needs_levels, q_norms, k_norms, A_log, Bias, scale,
     sequences, T, tiles_of_head, H, GROUP, first_row, low_row, qb, qt, qh, kb, kt, kh, rb, rt, rh,
-    fb, ft, fh, fd, bb, bt, bh,
+    fb, ft, fh, fd, bb, bt, bh, gate_factor, rate_stride, bias_h, bias_c,
     DK: gl.constexpr, CORRECT: gl.constexpr, READ_KEY: gl.constexpr, SOLVE: gl.constexpr, SPLIT: gl.constexpr,
-    IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, BOUND: gl.constexpr,
+    IS_VARLEN: gl.constexpr, SLICED: gl.constexpr, BOUND: gl.constexpr, NORMALIZED: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_RATE: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
     The arguments are those of `decay_operands`, for reads after the decay; M B, not X B, is written to X, with SOLVE.
+    With NORMALIZED all channels are in one pass of the loop, and the norms are written here.
     """
     dtype: gl.constexpr = Qa.dtype.element_ty
     queries = gl.allocate_shared_memory(gl.float32, [L, WIDTH], OPERAND)
@@ -157,8 +184,14 @@ def channel_operands_kernel(
             read = k
             if READ_KEY:
                 read = gl.load(step_addresses(R, c, r, rt), mask=inside, other=0.0)  # (L, WIDTH)
+            if NORMALIZED:
+                of_q = store_norms(q, q_norms + token, r, steps, H)  # (L, 1)
+                of_k = store_norms(k, k_norms + token, r, steps, H)
             # (1) Exponents, and the decays from the start of the tile to its middle and from there to its end
             f = f.to(gl.float32)
+            if ACTIVATION != "none":
+                a, bias = load_activation(A_log, Bias, h, c, rate_stride, bias_h, bias_c, DK, HAS_RATE, HAS_BIAS)
+                f = gl.where(inside, activated_gate(f + bias, a, gate_factor, ACTIVATION == "softplus"), 0.0)
             g = base2_exponent(gl.where(f > HIGHEST, HIGHEST, f))
             e, before, after = exponents_from_middle(g, sums)
             worst = gl.maximum(worst, gl.max(gl.reshape(gl.abs(e), [L * WIDTH]), 0))
@@ -170,15 +203,21 @@ def channel_operands_kernel(
             # (2) Reads: operands of products, and times the decay from the start of the tile to the middle
             up = gl.exp2(e)
             x = q.to(gl.float32) * up
+            if NORMALIZED:
+                x *= of_q
             queries.store(mma.nearest_tf32(x))
             gl.store(step_addresses(Qa, c, r, H * DK), (x * (to_middle * scale)).to(dtype), mask=inside)
             if CORRECT:
                 x = read.to(gl.float32) * up
+                if NORMALIZED:
+                    x *= of_k
                 if SOLVE:
                     reads.store(mma.nearest_tf32(x))
                 gl.store(step_addresses(Ra, c, r, H * DK), (x * to_middle).to(dtype), mask=inside)
             # (3) Writes, likewise
             x = k.to(gl.float32) * gl.exp2(-e)
+            if NORMALIZED:
+                x *= of_k
             writes.store(mma.nearest_tf32(x))
             x *= from_middle * gl.expand_dims(betas.load(gl.SliceLayout(1, ELEMENTS)), 1)
             if SPLIT:
@@ -227,10 +266,10 @@ def launch(ctx: ChannelContext, arguments: tuple[Any, ...], X: Tensor | None, ne
     """
     base = ctx.base
     base.launch(channel_operands_kernel, (base.tiles * base.H,),
-        *arguments, *ctx.input_strides, DK=base.K, CORRECT=ctx.spec.correct,
+        *arguments, *ctx.input_strides, *ctx.activation_numbers, DK=base.K, CORRECT=ctx.spec.correct,
         READ_KEY=ctx.x.read_key is not None, SOLVE=X is not None, SPLIT=ctx.split_keys, IS_VARLEN=base.packed,
         SLICED=ctx.first_row is not None, BOUND=ctx.tile_constants["BOUND"], num_warps=8,
-        compilation={"maxnreg": REGISTERS},
+        compilation={"maxnreg": REGISTERS}, **ctx.activation_constants,
     )  # fmt: skip
     if X is not None:
         delta_solve.launch_by_channel(ctx, X, needs_levels)

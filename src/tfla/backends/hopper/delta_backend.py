@@ -117,15 +117,26 @@ class HopperDelta(TritonDelta):
         return x.v.shape[0] * x.v.shape[2], processors(x.q.device)
 
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels divide q and k by their norms: those with at most one gate a step.
+        """Return whether the kernels divide q and k by their norms.
 
-        Those of the backward do so for whole sequences where dhv is at most 128.
+        Those with at most one gate a step do so, in a backward for whole sequences where dhv is at most 128.
         """
         from tfla.backends.triton import delta
 
         if delta.takes_channel_kernels(x, spec):
-            return False
+            return self.activates(x, spec)
         return not spec.save or (spec.kernel != BY_SEGMENTS and x.v.shape[3] <= LARGEST_WITH_NORMS)
+
+    def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
+        """Return whether the kernels apply the activation of the gates: without gradients those for gates by channel.
+
+        A program of `channel_operands_kernel` has to have whole queries and keys.
+        """
+        from tfla.backends.hopper import channel_operands
+
+        plain = x.channel_gates and x.read_key is None and not spec.read_before_decay and not spec.save
+        of_tiles = channel_operands.LARGEST_NARROW_HEAD < x.q.shape[3] <= channel_operands.WIDTH.value
+        return plain and of_tiles and x.q.dtype == torch.bfloat16
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""

@@ -4,15 +4,7 @@ A row x (D,) is a query or a key of one step and head. It is divided by its norm
 
     y = r x,  r = (|x|^2 + EPS)^(-1/2)                          dx = r dy - r^3 (x . dy) x                    (1)
 
-f is the pre-activation of a log-gate or of a write strength, z = f + b, and g the result of one of two activations:
-
-    softplus:  g = -a softplus(z)                               dz = -a sigmoid(z) dg                         (2)
-    sigmoid:   g = factor s,  s = sigmoid(a z)                  dz = factor a s (1 - s) dg                    (3)
-
-where a = exp(A_log) is a number for each head, b = dt_bias one for each head or for each of its channels, and factor a
-constant: the lower bound of log-gates, and 1 or 2 for write strengths, which have a = 1 and b = 0. Then df = dz, the
-gradient of dt_bias sums dz over the steps, and that of A_log sums g dg in (2) and z dz in (3).
-
+The activations of log-gates and write strengths are (2) and (3) of :mod:`tfla.backends.gpu.gate_activations`.
 Log-gates are clamped to [LOWEST, HIGHEST], outside of which they have no gradient; NaN stays NaN. The arithmetic is in
 float32.
 """
@@ -28,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.gpu.config import ceil_div, power_of_two
+from tfla.backends.gpu.gate_activations import activated_gate, gate_derivatives
 
 ROW_ELEMENTS = 4096  # the elements of the rows that a program normalizes
 TOKENS, COLUMNS = 64, 32  # the steps that a program computes, and the gates of each step: heads times channels
@@ -85,22 +78,6 @@ def normalize_rows_backward(
 
 
 @triton.jit
-def softplus(z):
-    """Return log(1 + exp(z)) with a small relative error in float32, also where the result is near 0."""
-    e = tl.exp(-tl.abs(z))  # at most 1: nothing overflows
-    u = 1.0 + e
-    # log(1 + e) by Kahan's formula: log(u) / (u - 1) corrects the rounding of u, and u - 1 is exact.
-    return tl.maximum(z, 0.0) + tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
-
-
-@triton.jit
-def sigmoid(z):
-    """Return 1 / (1 + exp(-z)) with a small relative error in float32, also where the result is near 0."""
-    e = tl.exp(-tl.abs(z))  # at most 1: nothing overflows
-    return tl.where(z >= 0.0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit
 def load_gates(
     F, A_log, Bias, tokens, T, columns, fb, ft, fh, fk, bh, bk, K: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -144,10 +121,7 @@ def activate_gates(
     z, a, at, inside = load_gates(
         F, A_log, Bias, tokens, T, columns, fb, ft, fh, fk, bh, bk, K, TOKENS, COLUMNS
     )  # fmt: skip
-    if SOFTPLUS:
-        g = -a * softplus(z)
-    else:
-        g = factor * sigmoid(a * z)
+    g = activated_gate(z, a, factor, SOFTPLUS)
     g = tl.where(g < LOWEST, LOWEST, tl.where(g > HIGHEST, HIGHEST, g))
     tl.store(G + at, g, inside)
 
@@ -169,25 +143,16 @@ def activate_gates_backward(
         F, A_log, Bias, tokens, T, columns, fb, ft, fh, fk, bh, bk, K, TOKENS, COLUMNS
     )  # fmt: skip
     dg = tl.load(DG + at, inside, 0.0).to(tl.float32)  # (TOKENS, COLUMNS)
-    # The derivatives of g with respect to z and to A_log, then times dg
-    if SOFTPLUS:
-        g = -a * softplus(z)
-        dz = -a * sigmoid(z)
-        dA_log = g
-    else:
-        s = sigmoid(a * z)
-        g = factor * s
-        dA_log = g * sigmoid(-a * z) * (a * z)  # 1 - s = sigmoid(-a z) has no cancellation
-        dz = g * sigmoid(-a * z) * a
-    unclamped = inside & (g >= LOWEST) & (g <= HIGHEST)
-    dz = tl.where(unclamped, dz * dg, tl.where(g == g, 0.0, g))  # 0 where g is clamped, NaN where it is NaN
+    g, dz, dA_log = gate_derivatives(z, a, factor, SOFTPLUS)
+    clamped = (g < LOWEST) | (g > HIGHEST)  # false for NaN
+    dz = tl.where(clamped, 0.0, dz * dg)
     tl.store(DF + at, dz.to(DF.dtype.element_ty), inside)
     if sums is not None:
         c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        dA_log = tl.where(unclamped, dA_log * dg, tl.where(g == g, 0.0, g))
+        dA_log = tl.where(inside & (clamped == 0), dA_log * dg, 0.0)
         row = sums + tl.program_id(0).to(tl.int64) * columns + c
         tl.store(row, tl.sum(dA_log, 0), c < columns)
-        tl.store(row + tl.num_programs(0).to(tl.int64) * columns, tl.sum(dz, 0), c < columns)
+        tl.store(row + tl.num_programs(0).to(tl.int64) * columns, tl.sum(tl.where(inside, dz, 0.0), 0), c < columns)
 
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

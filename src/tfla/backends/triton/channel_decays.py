@@ -29,9 +29,15 @@ TILE_FLAGS = tl.constexpr(64)  # the flags of tiles that a program reads at once
 
 
 @triton.jit
+def exponents(f, inside):
+    """Return the exponents in base 2 of log-gates in float32, 0 where not `inside`."""
+    return tl.where(inside, base2_exponent(clamp_gate(f)), 0.0)
+
+
+@triton.jit
 def load_exponents(at, inside):
     """Load log-gates from the addresses `at` and return their exponents in base 2, 0 where not `inside`."""
-    return tl.where(inside, base2_exponent(clamp_gate(tl.load(at, inside, 0.0).to(tl.float32))), 0.0)
+    return exponents(tl.load(at, inside, 0.0).to(tl.float32), inside)
 
 
 @triton.jit

@@ -108,6 +108,20 @@ class ChannelContext:
         return *strides, self.log_f.stride(3), *time_strides(self.beta)
 
     @property
+    def activation(self) -> tuple[Tensor, Tensor]:
+        """A_log and dt_bias of the gates' activation, and what stands for one that there is not."""
+        x = self.x
+        return self.beta if x.A_log is None else x.A_log, self.beta if x.dt_bias is None else x.dt_bias
+
+    @property
+    def activation_numbers(self) -> tuple[float, ...]:
+        """The factor of the gates' activation, and the strides of A_log and of dt_bias by head and channel."""
+        A_log, bias = self.x.A_log, self.x.dt_bias
+        rate_stride = 0 if A_log is None else A_log.stride(0)
+        bias_strides = (0, 0) if bias is None else (*bias.stride(), 0)[:2]
+        return float(self.spec.lower_bound), rate_stride, *bias_strides
+
+    @property
     def split_keys(self) -> bool:
         """True if scans read write keys as two 16-bit numbers; shared memory has no room for those of wide heads."""
         return self.spec.correct and self.x.q.dtype != torch.float32 and self.base.K <= 128
@@ -134,6 +148,14 @@ class ChannelContext:
             "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision,
             "SUMS": "bf16x2" if short else "ieee" if exact else "tf32x3",
             "SLICED": self.first_row is not None, "BOUND": BOUND[dtype], "LEVELS": self.base.L.bit_length() - 1,
+        }  # fmt: skip
+
+    @property
+    def activation_constants(self) -> dict[str, Any]:
+        """The constants by which the kernels for operands normalize q and k, and apply the gates' activation."""
+        return {
+            "NORMALIZED": self.spec.normalize_qk, "ACTIVATION": self.spec.gate_activation,
+            "HAS_RATE": self.x.A_log is not None, "HAS_BIAS": self.x.dt_bias is not None,
         }  # fmt: skip
 
     @property

@@ -26,17 +26,18 @@ import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.gpu.config import ampere_mmas, ceil_div
+from tfla.backends.gpu.gate_activations import activated_gate, load_activation
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
+    exponents,
     half_decays,
     head_and_chunk,
     in_odd_block,
     level_factors,
     level_pairs,
-    load_exponents,
     sums_from_middle,
     takes_tile,
     tiles_of_program,
@@ -54,20 +55,21 @@ if TYPE_CHECKING:
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "first_row", "low_row", "per_program"])
 def decay_operands(
-    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, needs_levels, scale,
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, needs_levels, q_norms, k_norms, A_log, Bias, scale,
     sequences, T, tiles_of_head, H, GROUP, first_row, low_row, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh,
-    fb, ft, fh, fd, bb, bt, bh,
+    fb, ft, fh, fd, bb, bt, bh, gate_factor, rate_stride, bias_h, bias_c,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
     READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, SLICED: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
     LEVELS: tl.constexpr, LEVELED: tl.constexpr, SPLIT: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, NORMALIZED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute the operands of tiles. The grid is (tiles * H), or with LEVELED (tiles * H / per_program).
 
     Args:
         Q, K, R: queries, write keys and read keys, (B, T, H / GROUP, DK). R is read with READ_KEY; else it is K.
-        F: the log-gates, (B, T, H, DK), with the strides fb, ft, fh, fd.
+        F: the log-gates, (B, T, H, DK), with the strides fb, ft, fh, fd; with an ACTIVATION what they are made of.
         beta: (B, T, H), any float dtype.
         cu: the offsets of packed sequences, (sequences + 1).
         Qa, Ra, Kw, Kw_low: the operands, (B, T, H, DK); Ra is written with CORRECT, Kw_low, what Kw loses as it is
@@ -77,11 +79,16 @@ def decay_operands(
         decays: g, (H, tiles, DK) float32.
         needs_levels: (H, tiles) int8, 1 for tiles that need levels. The launch without LEVELED writes it; that with
             LEVELED then overwrites what the first one computed for these tiles.
+        q_norms, k_norms: 1 / |q| and 1 / |k|, (B, T, H) float32, which are read with NORMALIZED: then q and k are
+            divided by their norms. Another launch has computed them, so that all tiles have LEVELED.
+        A_log, Bias: the tensors of the activation of gates, (H), with HAS_RATE, and (H, DK), with HAS_BIAS.
         scale: the factor of the queries.
+        gate_factor: the factor of the activation "sigmoid".
         first_row: with SLICED the row of Q, K, R, F, Qa, Ra and Kw at which those of the other tensors start.
         low_row: with SLICED the row of Kw_low at which they start.
         per_program: with LEVELED how many tiles a program looks at, at most TILE_FLAGS; it computes those with a flag.
         CORRECT: whether there are read keys.
+        ACTIVATION: "none", or "softplus" or "sigmoid", (2) and (3) of :mod:`tfla.backends.gpu.gate_activations`.
         READ_BEFORE: whether a step reads the state before its decay.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
     """
@@ -109,9 +116,18 @@ def decay_operands(
                 c = c0 + tl.arange(0, BK)
                 inside = (r < steps)[:, None] & (c < DK)[None, :]
                 q_at, k_at, r_at = key_addresses(Q, K, R, row_of_keys, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
-                g = load_exponents(F + row_of_keys * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
+                f = tl.load(F + row_of_keys * fb + h * fh + at * ft + c[None, :] * fd, inside, 0.0).to(tl.float32)
+                if ACTIVATION != "none":
+                    rate, bias = load_activation(
+                        A_log, Bias, h, c[None, :], rate_stride, bias_h, bias_c, DK, HAS_RATE, HAS_BIAS
+                    )
+                    f = activated_gate(f + bias, rate, gate_factor, ACTIVATION == "softplus")
+                g = exponents(f, inside)  # (L, BK)
                 q = tl.load(q_at, inside, 0.0)  # (L, BK)
                 k = tl.load(k_at, inside, 0.0)  # (L, BK)
+                if NORMALIZED:
+                    q = q * tl.load(q_norms + to, (r < steps)[:, None], 0.0)
+                    k = k * tl.load(k_norms + to, (r < steps)[:, None], 0.0)
                 read = k  # read keys, (L, BK)
                 if READ_KEY:
                     read = tl.load(r_at, inside, 0.0)  # (L, BK)
@@ -248,19 +264,23 @@ def launch(
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     needs_levels = base.new(base.H, base.tiles, dtype=torch.int8)
+    q_norms, k_norms = (base.new(*shape) if ctx.spec.normalize_qk else None for _ in range(2))
     tiles = ctx.config.solve if solve else ctx.config.tiles
     arguments = (
         x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k,
-        k if k_low is None else k_low, P, P if X is None else X, decays, needs_levels, ctx.spec.scale,
-        base.x.sequences, base.T, base.tiles, base.H, base.group, ctx.first_row or 0, ctx.first_row_in(k_low),
+        k if k_low is None else k_low, P, P if X is None else X, decays, needs_levels,
+        ctx.beta if q_norms is None else q_norms, ctx.beta if k_norms is None else k_norms, *ctx.activation,
+        ctx.spec.scale, base.x.sequences, base.T, base.tiles, base.H, base.group, ctx.first_row or 0,
+        ctx.first_row_in(k_low),
     )  # fmt: skip
     if bounded is not None:
         bounded(ctx, arguments, X if solve else None, needs_levels)
     count, per_program = base.tiles * base.H, ctx.flags_of_program
     for with_levels in (True,) if bounded is not None else (False, True):
         base.launch(decay_operands, (ceil_div(count, per_program) if with_levels else count,),
-            *arguments, per_program, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys,
+            *arguments, per_program, *ctx.input_strides, *ctx.activation_numbers, SOLVE=solve, SPLIT=ctx.split_keys,
             DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=with_levels, **ctx.tile_constants,
-            BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps, compilation=ampere_mmas(x.q.device),
+            **ctx.activation_constants, BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps,
+            compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
     return Operands(q, r, k, k_low, P, X, decays, needs_levels)

@@ -1,0 +1,76 @@
+"""The activations of log-gates and write strengths, and their derivatives, as kernels of Triton and Gluon call them.
+
+f is the pre-activation of a log-gate or of a write strength, z = f + b, and g the result of one of two activations:
+
+    softplus:  g = -a softplus(z)                               dz = -a sigmoid(z) dg                         (2)
+    sigmoid:   g = factor s,  s = sigmoid(a z)                  dz = factor a s (1 - s) dg                    (3)
+
+where a = exp(A_log) is a number for each head, b = dt_bias one for each head or for each of its channels, and factor a
+constant: the lower bound of log-gates, and 1 or 2 for write strengths, which have a = 1 and b = 0. Then df = dz, the
+gradient of dt_bias sums dz over the steps, and that of A_log sums g dg in (2) and z dz in (3).
+
+Log-gates are clamped to [LOWEST, HIGHEST], outside of which they have no gradient; NaN stays NaN. The arithmetic is in
+float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softplus(z):
+    """Return log(1 + exp(z)) with a small relative error in float32, also where the result is near 0.
+
+    log(1 + e) / e is a polynomial of degree 8 with a relative error of 1.2e-7 for e from 0 to 1, interpolated in
+    Chebyshev points. It takes fewer instructions than a logarithm.
+    """
+    e = tl.exp(-tl.abs(z))  # at most 1: nothing overflows
+    p = -0.02958850748836994 + e * 0.005253457929939032
+    p = -0.13674770295619965 + e * (0.07836166769266129 + e * p)
+    p = -0.24844369292259216 + e * (0.19111430644989014 + e * p)
+    p = -0.49999502301216125 + e * (0.33319270610809326 + e * p)
+    return tl.maximum(z, 0.0) + e * (1.0 + e * p)
+
+
+@triton.jit
+def sigmoid(z):
+    """Return 1 / (1 + exp(-z)) with a small relative error in float32, also where the result is near 0."""
+    e = tl.exp(-tl.abs(z))  # at most 1: nothing overflows
+    return tl.where(z >= 0.0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def activated_gate(z, a, factor, SOFTPLUS: tl.constexpr):
+    """Return g by equation (2) with SOFTPLUS, else by (3)."""
+    if SOFTPLUS:
+        return -a * softplus(z)
+    else:
+        return factor * sigmoid(a * z)
+
+
+@triton.jit
+def gate_derivatives(z, a, factor, SOFTPLUS: tl.constexpr):
+    """Return g, its derivative with respect to z, and the one with respect to A_log."""
+    g = activated_gate(z, a, factor, SOFTPLUS)
+    if SOFTPLUS:
+        return g, -a * sigmoid(z), g
+    else:
+        other = sigmoid(-a * z)  # 1 - s without cancellation
+        return g, g * other * a, g * other * (a * z)
+
+
+@triton.jit
+def load_activation(
+    A_log, Bias, h, c, rate_stride, bias_h, bias_c, DK: tl.constexpr, HAS_RATE: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Load what the activation of gates has of head h: a, a number, and b of the channels c.
+
+    The arguments are those of `decay_operands`; b has the shape of c, or is 0 without HAS_BIAS.
+    """
+    a = 1.0
+    if HAS_RATE:
+        a = tl.exp(tl.load(A_log + h * rate_stride).to(tl.float32))
+    b = 0.0
+    if HAS_BIAS:
+        b = tl.load(Bias + (h * bias_h + c * bias_c), c < DK, 0.0).to(tl.float32)
+    return a, b
