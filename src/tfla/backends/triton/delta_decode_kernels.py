@@ -14,6 +14,7 @@ read as the caller gives them; every program applies the activations of the keys
 import triton
 import triton.language as tl
 
+from tfla.backends.gpu.gate_activations import sigmoid, softplus
 from tfla.backends.gpu.gate_kernels import clamp_gate
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.decode_kernels import output_without_state
@@ -31,23 +32,6 @@ def load_key(at, rk, DK: tl.constexpr, NORMALIZE: tl.constexpr):
     if NORMALIZE:
         x *= tl.rsqrt(tl.sum(rounded_product(x, x), 0) + EPS)
     return x
-
-
-@triton.jit
-def sigmoid(x):
-    """Return 1 / (1 + exp(-x)) without an overflow; NaN stays NaN."""
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, e, 1.0) / (1.0 + e)
-
-
-@triton.jit
-def softplus(x):
-    """Return log(1 + exp(x)) without an overflow; NaN stays NaN."""
-    e = tl.exp(-tl.abs(x))
-    one_plus = 1.0 + e
-    # log(1 + e) to all digits also where 1 + e is rounded to 1 (the quotient corrects the rounding of the sum)
-    log1p = tl.where(one_plus == 1.0, e, tl.log(one_plus) * (e / tl.where(one_plus == 1.0, 1.0, one_plus - 1.0)))
-    return tl.where(x < 0, 0.0, x) + log1p
 
 
 @triton.jit
