@@ -298,15 +298,15 @@ def recurrent_models(call: str) -> list[Entry]:
     """
     paths = {"tfla": "tfla", "transformers, in PyTorch": "pytorch"}
     packages = {"mamba2": "mamba_ssm", "qwen3_next": "fla"}
-    ways: dict[str, dict[str, Any]] = {"": {}} if call == "model" else {"": {}, ", CUDA graph": {"graph": True}}
+    variants: dict[str, dict[str, Any]] = {"": {}} if call == "model" else {"": {}, ", CUDA graph": {"graph": True}}
     return [
         Entry(
-            name + way, f"tfla.bench.recurrent_models:{call}", {"name": model, "path": path, **options}, group=model,
+            name + suffix, f"tfla.bench.recurrent_models:{call}", {"name": model, "path": path, **options}, group=model,
             needs=packages[model] if path == "packages" else "transformers",
         )
         for model, package in packages.items()
         for name, path in (paths | {f"transformers, on {package}": "packages"}).items()
-        for way, options in ways.items()
+        for suffix, options in variants.items()
     ]  # fmt: skip
 
 
