@@ -100,7 +100,7 @@ CHANNEL_SPILLED = {
         "channel_gradients_kernel": KDA_GRADIENTS, "channel_operands_kernel": 128, "solve_kernel": 0, **NARROW_SCANS,
     },
     "kda,128,128,bfloat16,normalized,activated,forward": {
-        "channel_operands_kernel": 192, "solve_kernel": 0, "channel_h_kernel": 16,
+        "channel_operands_kernel": 160, "solve_kernel": 0, "channel_h_kernel": 16,
     },
     "kda,64,128,bfloat16,packed,state": {"channel_gradients_kernel": KDA_GRADIENTS, **NARROW_SCANS},
     "kda,96,128,bfloat16,packed,state,float32,single": {

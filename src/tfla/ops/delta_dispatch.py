@@ -72,11 +72,11 @@ def planned_inputs(x: DeltaInputs, request: DeltaRequest, found: Plan) -> DeltaI
     clamp_gates = not found.backend.clamps_gates
     if found.spec.normalize_qk:  # the kernels do it
         request = request._replace(normalize_qk=False)
-    by_kernels = found.spec.gate_activation != "none"
-    if by_kernels:
+    gates_by_kernels = found.spec.gate_activation != "none"
+    if gates_by_kernels:
         request = request._replace(gate_activation="none")
-    found_inputs = activated_inputs(x, request, found.backend, not found.use_dispatcher, clamp_gates)
-    return found_inputs._replace(A_log=x.A_log, dt_bias=x.dt_bias) if by_kernels else found_inputs
+    own = activated_inputs(x, request, found.backend, eager=not found.use_dispatcher, clamp_gates=clamp_gates)
+    return own._replace(A_log=x.A_log, dt_bias=x.dt_bias) if gates_by_kernels else own
 
 
 def plan_before_activations(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:

@@ -1,6 +1,7 @@
 """The activations of log-gates and write strengths, and their derivatives, as kernels of Triton and Gluon call them.
 
-f is the pre-activation of a log-gate or of a write strength, z = f + b, and g the result of one of two activations:
+f is the pre-activation of a log-gate or of a write strength, z = f + b, and g the result of one of two activations,
+whose numbers follow (1) of :mod:`tfla.backends.triton.activation_kernels`:
 
     softplus:  g = -a softplus(z)                               dz = -a sigmoid(z) dg                         (2)
     sigmoid:   g = factor s,  s = sigmoid(a z)                  dz = factor a s (1 - s) dg                    (3)
@@ -9,8 +10,7 @@ where a = exp(A_log) is a number for each head, b = dt_bias one for each head or
 constant: the lower bound of log-gates, and 1 or 2 for write strengths, which have a = 1 and b = 0. Then df = dz, the
 gradient of dt_bias sums dz over the steps, and that of A_log sums g dg in (2) and z dz in (3).
 
-Log-gates are clamped to [LOWEST, HIGHEST], outside of which they have no gradient; NaN stays NaN. The arithmetic is in
-float32.
+NaN stays NaN. The arithmetic is in float32. Kernels clamp the log-gates that these functions return.
 """
 
 import triton
@@ -63,9 +63,13 @@ def gate_derivatives(z, a, factor, SOFTPLUS: tl.constexpr):
 def load_activation(
     A_log, Bias, h, c, rate_stride, bias_h, bias_c, DK: tl.constexpr, HAS_RATE: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """Load what the activation of gates has of head h: a, a number, and b of the channels c.
+    """Load the parameters of the activation of gates for head h: a, a number, and b, in the shape of c.
 
-    The arguments are those of `decay_operands`; b has the shape of c, or is 0 without HAS_BIAS.
+    Args:
+        A_log: (H), with the stride rate_stride; read with HAS_RATE, else a is 1.
+        Bias: dt_bias, (H, DK) with the strides bias_h and bias_c; read with HAS_BIAS, else b is 0.
+        h: the head.
+        c: the channels.
     """
     a = 1.0
     if HAS_RATE:

@@ -98,7 +98,11 @@ def exponents_from_middle(g, sums):
 
 @gluon.jit
 def widened(x):
-    """Return bfloat16 values x in float32. The compiler does not know them as such: it does not keep them for later."""
+    """Return bfloat16 values x in float32.
+
+    Assembly converts them, because the compiler would merge a plain conversion with the later ones of x, and keep its
+    results, which take twice the registers of x, until the last of these.
+    """
     asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
@@ -132,7 +136,7 @@ def channel_operands_kernel(
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
     The arguments are those of `decay_operands`, for reads after the decay; M B, not X B, is written to X, with SOLVE.
-    With NORMALIZED all channels are in one pass of the loop, and the norms are written here.
+    With NORMALIZED there are at most WIDTH channels, and this kernel writes q_norms and k_norms.
     """
     dtype: gl.constexpr = Qa.dtype.element_ty
     queries = gl.allocate_shared_memory(gl.float32, [L, WIDTH], OPERAND)

@@ -69,7 +69,8 @@ def decay_operands(
 
     Args:
         Q, K, R: queries, write keys and read keys, (B, T, H / GROUP, DK). R is read with READ_KEY; else it is K.
-        F: the log-gates, (B, T, H, DK), with the strides fb, ft, fh, fd; with an ACTIVATION what they are made of.
+        F: the log-gates, (B, T, H, DK), with the strides fb, ft, fh, fd, or their pre-activations if ACTIVATION
+            is not "none".
         beta: (B, T, H), any float dtype.
         cu: the offsets of packed sequences, (sequences + 1).
         Qa, Ra, Kw, Kw_low: the operands, (B, T, H, DK); Ra is written with CORRECT, Kw_low, what Kw loses as it is
@@ -79,9 +80,10 @@ def decay_operands(
         decays: g, (H, tiles, DK) float32.
         needs_levels: (H, tiles) int8, 1 for tiles that need levels. The launch without LEVELED writes it; that with
             LEVELED then overwrites what the first one computed for these tiles.
-        q_norms, k_norms: 1 / |q| and 1 / |k|, (B, T, H) float32, which are read with NORMALIZED: then q and k are
-            divided by their norms. Another launch has computed them, so that all tiles have LEVELED.
-        A_log, Bias: the tensors of the activation of gates, (H), with HAS_RATE, and (H, DK), with HAS_BIAS.
+        q_norms, k_norms: 1 / |q| and 1 / |k|, (B, T, H) float32. With NORMALIZED they are read, and q and k are divided
+            by their norms. The kernel for tiles that need no levels computes them, so that NORMALIZED comes with
+            LEVELED alone.
+        A_log, Bias: the parameters of the activation of gates, see `load_activation`.
         scale: the factor of the queries.
         gate_factor: the factor of the activation "sigmoid".
         first_row: with SLICED the row of Q, K, R, F, Qa, Ra and Kw at which those of the other tensors start.

@@ -14,14 +14,14 @@ read as the caller gives them; every program applies the activations of the keys
 import triton
 import triton.language as tl
 
-from tfla.backends.gpu.gate_activations import sigmoid, softplus
+from tfla.backends.gpu.gate_activations import activated_gate, sigmoid
 from tfla.backends.gpu.gate_kernels import clamp_gate
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.decode_kernels import output_without_state
 
 EPS = tl.constexpr(1e-6)  # added to the squared norm of q and k, as in tfla.ops.delta_activations
 SIGMOID, TWO_SIGMOID = tl.constexpr(1), tl.constexpr(2)  # activations of beta
-SOFTPLUS, BOUNDED = tl.constexpr(1), tl.constexpr(2)  # activations of gates; BOUNDED: lower_bound sigmoid(...)
+LOG_GATES, SOFTPLUS = tl.constexpr(0), tl.constexpr(1)  # activations of gates: none, (2); others are (3)
 PER_STEP, PER_CHANNEL = tl.constexpr(1), tl.constexpr(2)  # one gate for each step, or for each key channel
 
 
@@ -36,12 +36,10 @@ def load_key(at, rk, DK: tl.constexpr, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def decay(x, bias, rate, lower_bound, ACTIVATION: tl.constexpr):
-    """Return exp(log_f) of gates x: clamped log-gates, or pre-activations of them, see tfla.ops.delta_activations."""
+    """Return exp(log_f) of gates x: clamped log-gates, or pre-activations of them, see `activated_gate`."""
     x = x.to(tl.float32)
-    if ACTIVATION == SOFTPLUS:
-        x = -rate * softplus(x + bias)
-    if ACTIVATION == BOUNDED:
-        x = lower_bound * sigmoid(rate * (x + bias))
+    if ACTIVATION != LOG_GATES:
+        x = activated_gate(x + bias, rate, lower_bound, ACTIVATION == SOFTPLUS)
     return tl.exp(clamp_gate(x))
 
 
