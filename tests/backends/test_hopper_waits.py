@@ -14,7 +14,7 @@ import torch
 from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, error, problem, solve
 from channel_scans import check_scans
 from delta_cases import MODELS as DELTA_MODELS
-from delta_cases import DeltaProblem, delta_problem
+from delta_cases import DeltaProblem, delta_problem, with_short_gates
 from torch.nn import functional
 
 from tfla.backends import DELTA_BACKENDS, hopper
@@ -70,7 +70,11 @@ CASES: dict[str, list[Case]] = {
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "channel_operands": [("kda bfloat16", {"K": 136, "V": 64, "T": 70, "H": 1, "dtype": torch.bfloat16}, None)],
-    "channel_gradients": [("kda dq", {"K": 128, "V": 128, "T": 200, "H": 1}, None)],
+    # Gates in float32 and in float16, for which there is shared memory of one tile and of two
+    "channel_gradients": [
+        ("kda dq", {"K": 128, "V": 128, "T": 200, "H": 1}, None),
+        ("kda dq short", {"K": 128, "V": 128, "T": 200, "H": 1}, None),
+    ],
     "channel_h": SCANS,
     "channel_dv": SCANS,
     "channel_states": SCANS,
@@ -81,6 +85,7 @@ REDUNDANT = {
     ("channel_operands", "exponents_from_middle", "pipeline.barrier()"),
     ("channel_operands", "channel_operands_kernel", "pipeline.barrier()"),
     ("channel_gradients", "run_key_warp", "pipeline.barrier()"),
+    ("channel_gradients", "release_gates", "pipeline.barrier()"),
 }  # fmt: skip
 
 
@@ -185,13 +190,18 @@ def check_delta_dq(p: DeltaProblem) -> None:
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
+def check_short_gates(p: DeltaProblem) -> None:
+    """The same with gates in the dtype of q."""
+    check_delta_dq(with_short_gates(p))
+
+
 def check_channel_scans(p: DeltaProblem) -> None:
     """The scans with gates by channel compute what they do in float64."""
     check_scans(p, 1e-2)
 
 
 DELTA_CHECKS = {
-    "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dq": check_delta_dq,
+    "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dq": check_delta_dq, "dq short": check_short_gates,
     "scans": check_channel_scans, "segments": check_segments, "norms": check_norms,
 }  # fmt: skip
 

@@ -28,13 +28,12 @@ products of two second numbers are left out.
 Which partition waits for which:
 
     load warp  --full[s]-->   consumers --empty[s]-->  load warp     32 columns of E, do, dv, C and dC
-    key warp   --keys_full--> consumers --keys_empty--> key warp     q, k and gates, under the results; beta
+    key warp   --gates_full[s]--> consumers --gates_empty[s]--> key warp     gates, over which their gradient is stored
+    key warp   --keys_full--> consumers --keys_empty--> key warp     q and k, over which dq and dk are stored; beta
     consumer 0 <--ready--> consumer 1                                S_q and S_r of the tile
 
-A consumer stores S_q and S_r over those of the tile before when both consumers have left that tile. If shared memory
-holds the keys of one tile (KEY_STAGES 1), keys_full says so: the key warp loads the keys of a tile after both consumers
-have released those of the tile before. If it holds the keys of two, the tile has filled a stage of the ring twice, the
-second time after both consumers had released that stage in this tile.
+A consumer releases q and k at the end of a tile, when dq and dk have left, and the gates in the next tile. It stores
+S_q and S_r over those of the tile before when both consumers have released the keys of that tile (keys_empty).
 """
 
 from dataclasses import replace
@@ -87,7 +86,7 @@ class Config(NamedTuple):
     COLUMNS: Any  # columns of dhv of a stage of the ring
     STAGES: Any  # stages of the ring
     COLUMN_BLOCKS: Any  # how often a program reads COLUMNS columns of dhv
-    KEY_STAGES: Any  # tiles of which q, k and gates are in shared memory
+    GATE_STAGES: Any  # tiles of which gates are in shared memory
     PARTS: Any  # parts of the gradient of beta, of 32 channels each
     DOTS: Any  # parts of dv . E
     CORRECT: Any  # there are read keys, which are k
@@ -130,13 +129,15 @@ class SharedStorage(NamedTuple):
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
     # What a tile has once:
-    q: Any  # and then dq, (2 KEY_STAGES, L, 64): one tile for each consumer
-    k: Any  # and then dk, (2 KEY_STAGES, L, 64)
-    g: Any  # and then the gradient of the log-gates, (2 KEY_STAGES, L, 64)
-    beta: Any  # (KEY_STAGES, L)
-    tile: Any  # its numbers, (NUMBERS KEY_STAGES, 1)
-    keys_full: Any  # barriers, (KEY_STAGES)
-    keys_empty: Any  # barriers, (KEY_STAGES)
+    g: Any  # and then the gradient of the log-gates, (2 GATE_STAGES, L, 64): one tile for each consumer
+    gates_full: Any  # barriers, (GATE_STAGES)
+    gates_empty: Any  # barriers, (GATE_STAGES)
+    q: Any  # and then dq, (2, L, 64)
+    k: Any  # and then dk, (2, L, 64)
+    beta: Any  # (1, L)
+    tile: Any  # its numbers, (NUMBERS, 1)
+    keys_full: Any  # a barrier
+    keys_empty: Any  # a barrier
     # What consumers exchange:
     p: Any  # S_q, its rounding errors and S_r, (2 or 3, L, L)
     ready: Any  # a barrier: both halves of them are stored
@@ -233,6 +234,12 @@ def run_load_warp(E, DO, DV, states, cotangents, tiles, shared, params, config):
 
 
 @gluon.jit
+def wait_for_release(n, shared):
+    """Wait until both consumers have released the keys of the tile before the program's tile n."""
+    mbarrier.wait(shared.keys_empty, (n & 1) ^ 1)
+
+
+@gluon.jit
 def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
     """Load q, k and the log-gates of each tile to shared memory by TMA, and beta; store the gradient of beta.
 
@@ -261,23 +268,26 @@ def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
             tiny = gl.max(gl.where((gl.abs(beta) <= SMALLEST_BETA) & (r < tile.steps), 1, 0), 0)
             if config.DOTS > 0:
                 by_errors = load_dots(tile, r, r < tile.steps, gmem, params, config)
-            s, bar = pipeline.acquire(n, shared.keys_full, shared.keys_empty, config.KEY_STAGES)
-            shared.beta.index(s).store(beta)
-            store_number(tile.b, shared.tile.index(s * NUMBERS + ROW))
-            store_number(tile.h, shared.tile.index(s * NUMBERS + HEAD))
-            store_number(tile.start, shared.tile.index(s * NUMBERS + START))
-            store_number(tile.end, shared.tile.index(s * NUMBERS + END))
-            store_number(tiny, shared.tile.index(s * NUMBERS + TINY))
-            pipeline.barrier()  # all lanes have stored
-            mbarrier.expect(bar, 4 * Q.block_type.nbytes + 2 * G.block_type.nbytes)
             row = scheduler.row_of_whole(tile.b, params)
+            s, bar = pipeline.acquire(n, shared.gates_full, shared.gates_empty, config.GATE_STAGES)
+            mbarrier.expect(bar, 2 * G.block_type.nbytes)
             for half in gl.static_range(2):
-                column = channel + 64 * half
-                at = scheduler.tile_coordinates(row, tile.h, tile.start, column, tile.end, params)
+                at = scheduler.tile_coordinates(row, tile.h, tile.start, channel + 64 * half, tile.end, params)
                 pipeline.async_load(G, at, bar, shared.g.index(2 * s + half))
-                at = scheduler.tile_coordinates(row, tile.h // group_size, tile.start, column, tile.end, params)
-                pipeline.async_load(Q, at, bar, shared.q.index(2 * s + half))
-                pipeline.async_load(K, at, bar, shared.k.index(2 * s + half))
+            wait_for_release(n, shared)
+            shared.beta.index(0).store(beta)
+            store_number(tile.b, shared.tile.index(ROW))
+            store_number(tile.h, shared.tile.index(HEAD))
+            store_number(tile.start, shared.tile.index(START))
+            store_number(tile.end, shared.tile.index(END))
+            store_number(tiny, shared.tile.index(TINY))
+            pipeline.barrier()  # all lanes have stored
+            mbarrier.expect(shared.keys_full, 4 * Q.block_type.nbytes)
+            head = tile.h // group_size
+            for half in gl.static_range(2):
+                at = scheduler.tile_coordinates(row, head, tile.start, channel + 64 * half, tile.end, params)
+                pipeline.async_load(Q, at, shared.keys_full, shared.q.index(half))
+                pipeline.async_load(K, at, shared.keys_full, shared.k.index(half))
             if config.DOTS > 0:  # noqa: SIM102  it is known when the kernel is compiled
                 if tiny == 0:
                     found = gl.where(gl.program_id(0) == 0, by_errors / gl.where(r < tile.steps, beta, 1.0), 0.0)
@@ -306,17 +316,17 @@ def add_split_products(acc, A, A_low, b):
 
 
 @gluon.jit
-def store_scores(S_q, S_r, n, gmem, shared, half: gl.constexpr, config):
-    """Store the consumer's half of S_q and S_r of the program's tile n, step (6), and tell the other consumer."""
+def store_scores(S_q, S_r, at0, gmem, shared, half: gl.constexpr, config):
+    """Store the consumer's half of S_q and S_r, step (6), and tell the other consumer; at0 is an opaque 0."""
     L: gl.constexpr = config.L
     i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
     S_q, low = mma.split_in_two(mma.apply_causal_mask(S_q, gmem.scale, i, j, half, False), gl.bfloat16)
-    shared.p.index(OF_QUERIES).slice(half * (L // 2), L // 2, 1).store(S_q)
-    shared.p.index(LOW).slice(half * (L // 2), L // 2, 1).store(low)
+    shared.p.index(at0 + OF_QUERIES).slice(half * (L // 2), L // 2, 1).store(S_q)
+    shared.p.index(at0 + LOW).slice(half * (L // 2), L // 2, 1).store(low)
     if config.CORRECT:
         S_r = mma.apply_causal_mask(S_r, -1.0, i, j, half, False, True)
-        shared.p.index(OF_KEYS).slice(half * (L // 2), L // 2, 1).store(S_r.to(gl.bfloat16))
+        shared.p.index(at0 + OF_KEYS).slice(half * (L // 2), L // 2, 1).store(S_r.to(gl.bfloat16))
     fence_async_shared()  # MMAs read them through the asynchronous proxy
     pipeline.barrier()  # all warps of this consumer have stored
     mbarrier.arrive(shared.ready, count=1)
@@ -364,11 +374,21 @@ def wait_for_states(count: gl.constexpr, S_q, S_r, dq, dr, W, A, B, config):
 
 
 @gluon.jit
-def release_keys(s, exists, shared):
-    """Hand back stage s of the keys once the results over them have left, where `exists`."""
+def stage_of_columns(n, i, config):
+    """Return stage and phase of columns block i of the program's tile n.
+
+    The compiler does not see that a tile may fill the ring once, and keeps no addresses of its stages.
+    """
+    return pipeline.stage_and_phase(scheduler.rematerialize(n * config.COLUMN_BLOCKS + i), config.STAGES)
+
+
+@gluon.jit
+def release_gates(n, shared, config):
+    """Hand back the gates of the tile before the program's tile n, once the gradient over them has left."""
     tma.store_wait(0)
     pipeline.barrier()
-    mbarrier.arrive(shared.keys_empty.index(s), count=1, pred=exists)
+    s = (n + config.GATE_STAGES - 1) % config.GATE_STAGES
+    mbarrier.arrive(shared.gates_empty.index(s), count=1, pred=n > 0)
 
 
 @gluon.jit
@@ -395,7 +415,7 @@ def process_states(n, shared, half: gl.constexpr, config):
         S_q and S_r, (L, L / 2); dq^T, dr^T and W^T, (64, L); across, (64).
     """
     L: gl.constexpr = config.L
-    MMAS: gl.constexpr = 5  # of one call of `start_states` with CORRECT
+    MMAS: gl.constexpr = 5 if config.CORRECT else 3  # of one call of `start_states`
     of_out: gl.constexpr = mma.accumulator_layout(L)
     of_scores: gl.constexpr = mma.accumulator_layout(L // 2)
     S_q = gl.zeros([L, L // 2], gl.float32, of_scores)
@@ -404,32 +424,19 @@ def process_states(n, shared, half: gl.constexpr, config):
     dr = gl.zeros([64, L], gl.float32, of_out)
     W = gl.zeros([64, L], gl.float32, of_out)
     across = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_out))
-    of_before = (n + config.KEY_STAGES - 1) % config.KEY_STAGES  # the stage of the keys of the tile before
-    if config.CORRECT:
-        s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS, config.STAGES)
+    s, phase = stage_of_columns(n, 0, config)
+    S_q, S_r, dq, dr, W, across, A, B = start_states(s, phase, S_q, S_r, dq, dr, W, across, shared, half, config)
+    # This waits for no MMA, as only MMAS of them run: a loop must carry accumulators that have been waited for.
+    S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A, B, config)
+    release_gates(n, shared, config)
+    for i in range(1, config.COLUMN_BLOCKS):
+        last, A_last, B_last = s, A, B
+        s, phase = stage_of_columns(n, i, config)
         S_q, S_r, dq, dr, W, across, A, B = start_states(s, phase, S_q, S_r, dq, dr, W, across, shared, half, config)
-        # This waits for no MMA, as only MMAS of them run: a loop must carry accumulators that have been waited for.
-        S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A, B, config)
-        release_keys(of_before, n > 0, shared)
-        for i in range(1, config.COLUMN_BLOCKS):
-            last, A_last, B_last = s, A, B
-            s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS + i, config.STAGES)
-            S_q, S_r, dq, dr, W, across, A, B = start_states(
-                s, phase, S_q, S_r, dq, dr, W, across, shared, half, config
-            )
-            S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A_last, B_last, config)
-            release_stage(last, shared)
-        S_q, S_r, dq, dr, W = wait_for_states(0, S_q, S_r, dq, dr, W, A, B, config)
-        release_stage(s, shared)
-    else:
-        for i in range(0, config.COLUMN_BLOCKS):
-            s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS + i, config.STAGES)
-            S_q, S_r, dq, dr, W, across, A, B = start_states(
-                s, phase, S_q, S_r, dq, dr, W, across, shared, half, config
-            )
-            release_keys(of_before, (i == 0) & (n > 0), shared)
-            S_q, S_r, dq, dr, W = wait_for_states(0, S_q, S_r, dq, dr, W, A, B, config)
-            release_stage(s, shared)
+        S_q, S_r, dq, dr, W = wait_for_states(MMAS, S_q, S_r, dq, dr, W, A_last, B_last, config)
+        release_stage(last, shared)
+    S_q, S_r, dq, dr, W = wait_for_states(0, S_q, S_r, dq, dr, W, A, B, config)
+    release_stage(s, shared)
     return S_q, S_r, dq, dr, W, across
 
 
@@ -458,7 +465,7 @@ def store_parts(found, part, count: gl.constexpr, tile, r, exists, gmem, params,
 
 
 @gluon.jit
-def store_write_gradient(products, s, tile, gmem, shared, params, half: gl.constexpr, config):
+def store_write_gradient(products, tile, gmem, shared, params, half: gl.constexpr, config):
     """Store what the consumer adds to the gradient of beta: sums of k * W, (64, L), over its channels.
 
     Where beta is not near 0, it is dv . E / beta, which the first consumer of a head adds. The consumer's 64 channels
@@ -466,7 +473,6 @@ def store_write_gradient(products, s, tile, gmem, shared, params, half: gl.const
 
     Args:
         products: k^T * W^T, (64, L).
-        s: Stage of the keys.
         tile: The tile.
         gmem: Tensors in global memory.
         shared: Shared memory.
@@ -483,7 +489,7 @@ def store_write_gradient(products, s, tile, gmem, shared, params, half: gl.const
     found += sums.slice(2 * L, L, 0).load(layout) + sums.slice(3 * L, L, 0).load(layout)
     part = gl.program_id(0) * (CHANNELS // 32) + 2 * half
     if config.DOTS > 0:
-        beta = shared.beta.index(s).load(layout)
+        beta = shared.beta.index(0).load(layout)
         by_errors = load_dots(tile, r, (r < tile.steps) & (part == 0), gmem, params, config)
         found = gl.where(gl.abs(beta) > SMALLEST_BETA, by_errors / beta, found)
     store_parts(found, part, 2, tile, r, r < tile.steps, gmem, params, config)
@@ -545,41 +551,43 @@ def split_left_operand(x, columns: gl.constexpr):
 
 
 @gluon.jit
-def compute_decays(g, shared, config):
+def compute_decays(g, from_middle, config):
     """Return the decays of the first and of the second half of a tile, (64) each, and up^T, (64, L), step (5).
 
     The products see gates that are at least CLOSED_GATE.
 
     Args:
         g: The log-gates in shared memory, (L, 64).
-        shared: Shared memory.
+        from_middle: M in shared memory, (L, L).
         config: Constants.
     """
     L: gl.constexpr = config.L
     of_out: gl.constexpr = mma.accumulator_layout(L)
     clamped = clamp(load_transposed(g, L), CLOSED_GATE, HIGHEST)  # (64, L)
     gates = clamped.to(gl.float32)
+    if g.dtype == gl.float32:
+        A, A_low = mma.split_left_operand(gates, L, from_middle.dtype)
+        c = warpgroup_mma(A_low, from_middle, mma.issue_mma(A, from_middle), is_async=True)
+    else:
+        A = mma.to_left_operand(clamped, L)
+        c = mma.issue_mma(A, from_middle)
     step = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, of_out)), 0)  # (1, L)
     first = gl.exp2(gl.sum(gl.where(step < L // 2, gates, 0.0), 1) * LOG2E)  # (64)
     second = gl.exp2(gl.sum(gl.where(step < L // 2, 0.0, gates), 1) * LOG2E)
     if g.dtype == gl.float32:
-        A, A_low = mma.split_left_operand(gates, L, shared.from_middle.dtype)
-        c = warpgroup_mma(A_low, shared.from_middle, mma.issue_mma(A, shared.from_middle), is_async=True)
         c, A, A_low = warpgroup_mma_wait(0, deps=[c, A, A_low])
     else:
-        A = mma.to_left_operand(clamped, L)
-        c = mma.issue_mma(A, shared.from_middle)
         c, A = warpgroup_mma_wait(0, deps=[c, A])
     return first, second, gl.exp2(c * LOG2E)
 
 
 @gluon.jit
-def load_tile(s, shared):
-    """Return the tile whose keys are in stage s."""
-    start = load_number(shared.tile.index(s * NUMBERS + START))
-    end = load_number(shared.tile.index(s * NUMBERS + END))
-    b = load_number(shared.tile.index(s * NUMBERS + ROW))
-    h = load_number(shared.tile.index(s * NUMBERS + HEAD))
+def load_tile(shared):
+    """Return the tile whose keys are in shared memory."""
+    start = load_number(shared.tile.index(START))
+    end = load_number(shared.tile.index(END))
+    b = load_number(shared.tile.index(ROW))
+    h = load_number(shared.tile.index(HEAD))
     return Tile(b=b, h=h, start=start, steps=end - start, end=end, index=0)
 
 
@@ -598,42 +606,47 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     L: gl.constexpr = config.L
     of_out: gl.constexpr = mma.accumulator_layout(L)
     S_q, S_r, dq, dr, W, across = process_states(n, shared, half, config)
-    s, phase = pipeline.stage_and_phase(n, config.KEY_STAGES)
-    q, k, g = shared.q.index(2 * s + half), shared.k.index(2 * s + half), shared.g.index(2 * s + half)
-    mbarrier.wait(shared.keys_full.index(s), phase)
+    # An opaque 0: addresses of what is outside of the rings are then computed in each tile, not kept and spilled.
+    at0 = scheduler.rematerialize(n * 0)
     # (6) before (5), for the registers of S_q and S_r
-    store_scores(S_q, S_r, n, gmem, shared, half, config)
-    first, second, up = compute_decays(g, shared, config)
+    wait_for_release(n, shared)
+    store_scores(S_q, S_r, at0, gmem, shared, half, config)
+    s, phase = pipeline.stage_and_phase(n, config.GATE_STAGES)
+    g = shared.g.index(2 * s + half)
+    mbarrier.wait(shared.gates_full.index(s), phase)
+    first, second, up = compute_decays(g, shared.from_middle.index(at0), config)
     # (7)
     W *= gl.expand_dims(second, 1)
     dq *= gl.expand_dims(first * gmem.scale, 1)
     total = across * first * second
+    q, k = shared.q.index(at0 + half), shared.k.index(at0 + half)
+    mbarrier.wait(shared.keys_full, n & 1)
     query = load_transposed(q, L).to(gl.float32) * up
     total += gl.sum(query * dq, 1)  # (64)
-    mbarrier.wait(shared.ready, n & 1)
     # (8) W^T <- W^T + (q up)^T S_q + (k up)^T S_r
     A, A_low = split_left_operand(query, L)
-    W = add_split_products(W, A, A_low, shared.p.index(OF_QUERIES))
-    W = warpgroup_mma(A, shared.p.index(LOW), W, is_async=True)
+    mbarrier.wait(shared.ready, n & 1)
+    W = add_split_products(W, A, A_low, shared.p.index(at0 + OF_QUERIES))
+    W = warpgroup_mma(A, shared.p.index(at0 + LOW), W, is_async=True)
     if config.CORRECT:
+        W, A, A_low = warpgroup_mma_wait(0, deps=[W, A, A_low])
         dr *= gl.expand_dims(-first, 1)
         read = load_transposed(k, L).to(gl.float32) * up
         total += gl.sum(read * dr, 1)
         B, B_low = split_left_operand(read, L)
-        W = add_split_products(W, B, B_low, shared.p.index(OF_KEYS))
-        A, A_low = warpgroup_mma_wait(2, deps=[A, A_low])
+        W = add_split_products(W, B, B_low, shared.p.index(at0 + OF_KEYS))
     # (9) dq^T <- dq^T + (k beta down)^T S_q^T, and dr^T by S_r
-    b = gl.expand_dims(shared.beta.index(s).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
+    b = gl.expand_dims(shared.beta.index(at0).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
     write = load_transposed(k, L).to(gl.float32) * b * reciprocal(up)
     D, D_low = split_left_operand(write, L)
     if config.CORRECT:
         W, B, B_low = warpgroup_mma_wait(0, deps=[W, B, B_low])
     else:
         W, A, A_low = warpgroup_mma_wait(0, deps=[W, A, A_low])
-    dq = add_split_products(dq, D, D_low, shared.p.index(OF_QUERIES).permute((1, 0)))
-    dq = warpgroup_mma(D, shared.p.index(LOW).permute((1, 0)), dq, is_async=True)
+    dq = add_split_products(dq, D, D_low, shared.p.index(at0 + OF_QUERIES).permute((1, 0)))
+    dq = warpgroup_mma(D, shared.p.index(at0 + LOW).permute((1, 0)), dq, is_async=True)
     if config.CORRECT:
-        dr = add_split_products(dr, D, D_low, shared.p.index(OF_KEYS).permute((1, 0)))
+        dr = add_split_products(dr, D, D_low, shared.p.index(at0 + OF_KEYS).permute((1, 0)))
     # (10)
     W *= reciprocal(up)
     k_t = load_transposed(k, L).to(gl.float32)
@@ -648,9 +661,9 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
         dr, D, D_low = warpgroup_mma_wait(0, deps=[dr, D, D_low])
     if config.BETA:
         if config.DOTS == 0:  # noqa: SIM114  it is known when the kernel is compiled
-            store_write_gradient(k_t * W, s, load_tile(s, shared), gmem, shared, params, half, config)
-        elif load_number(shared.tile.index(s * NUMBERS + TINY)) != 0:
-            store_write_gradient(k_t * W, s, load_tile(s, shared), gmem, shared, params, half, config)
+            store_write_gradient(k_t * W, load_tile(shared), gmem, shared, params, half, config)
+        elif load_number(shared.tile.index(TINY)) != 0:
+            store_write_gradient(k_t * W, load_tile(shared), gmem, shared, params, half, config)
     dk = W * b
     if config.CORRECT:
         dr *= up
@@ -660,9 +673,9 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     # (11)
     A, A_low = split_left_operand(change, L)
     dg = gl.zeros([64, L], gl.float32, of_out) + gl.expand_dims(total, 1)
-    dg = add_split_products(dg, A, A_low, shared.before)
+    dg = add_split_products(dg, A, A_low, shared.before.index(at0))
     gates = load_transposed(g, L)
-    tile = load_tile(s, shared)
+    tile = load_tile(shared)
     column = gl.program_id(0) * CHANNELS + half * 64
     row = scheduler.row_of_whole(tile.b, params)
     at = scheduler.tile_coordinates(row, tile.h, tile.start, column, tile.end, params)
@@ -673,12 +686,15 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     store_transposed(close(dg, gates), g, L)
     fence_async_shared()
     pipeline.async_store(gmem.dg, at, g)
+    tma.store_wait(1)  # dq and dk have left
+    pipeline.barrier()
+    mbarrier.arrive(shared.keys_empty, count=1)
 
 
 @gluon.jit
 def wait_for_tile(n, shared, config):
     """Wait for the first columns of the program's tile n, and return 0 if there is no such tile."""
-    s, phase = pipeline.stage_and_phase(n * config.COLUMN_BLOCKS, config.STAGES)
+    s, phase = stage_of_columns(n, 0, config)
     mbarrier.wait(shared.full.index(s), phase)
     return load_number(shared.more.index(s))
 
@@ -703,7 +719,7 @@ def channel_gradients_kernel(
     Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, needs_levels, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
     first_row, first_step,
-    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, KEY_STAGES: gl.constexpr,
+    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, GATE_STAGES: gl.constexpr,
     PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
     SLICED: gl.constexpr,
 ):  # fmt: skip
@@ -746,7 +762,7 @@ def channel_gradients_kernel(
             first_row=first_row if SLICED else None, first_step=first_step if SLICED else None,
         ),
         Config(
-            L=L, COLUMNS=COLUMNS, STAGES=STAGES, COLUMN_BLOCKS=COLUMN_BLOCKS, KEY_STAGES=KEY_STAGES, PARTS=PARTS,
+            L=L, COLUMNS=COLUMNS, STAGES=STAGES, COLUMN_BLOCKS=COLUMN_BLOCKS, GATE_STAGES=GATE_STAGES, PARTS=PARTS,
             DOTS=DOTS, CORRECT=CORRECT, BETA=BETA,
         ),
     )  # fmt: skip
@@ -760,8 +776,8 @@ def store_constants(shared, L: gl.constexpr):
     i = gl.expand_dims(gl.arange(0, L, gl.SliceLayout(0, layout)), 0)
     middle: gl.constexpr = L // 2 - 1
     weights = gl.where((j > middle) & (j <= i), 1.0, gl.where((j <= middle) & (j > i), -1.0, 0.0))
-    shared.from_middle.store(weights.to(shared.from_middle.dtype))
-    shared.before.store(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16))
+    shared.from_middle.index(0).store(weights.to(shared.from_middle.dtype))
+    shared.before.index(0).store(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -771,7 +787,7 @@ def partitions(keys, values, group_size, gmem, tiles, params, config):
     E, DO, DV, states, cotangents = values
     L: gl.constexpr = config.L
     full, empty = pipeline.allocate_full_empty(config.STAGES, 1, 2)
-    keys_full, keys_empty = pipeline.allocate_full_empty(config.KEY_STAGES, 1, 2)
+    gates_full, gates_empty = pipeline.allocate_full_empty(config.GATE_STAGES, 1, 2)
     shared = SharedStorage(
         e=pipeline.allocate_tiles(E, config.STAGES),
         do=pipeline.allocate_tiles(DO, config.STAGES),
@@ -781,17 +797,19 @@ def partitions(keys, values, group_size, gmem, tiles, params, config):
         more=pipeline.allocate_vectors(gl.int32, config.STAGES, 1),
         full=full,
         empty=empty,
-        q=pipeline.allocate_tiles(Q, 2 * config.KEY_STAGES),
-        k=pipeline.allocate_tiles(K, 2 * config.KEY_STAGES),
-        g=pipeline.allocate_tiles(G, 2 * config.KEY_STAGES),
-        beta=pipeline.allocate_vectors(gl.float32, config.KEY_STAGES, L),
-        tile=pipeline.allocate_vectors(gl.int32, config.KEY_STAGES * NUMBERS, 1),
-        keys_full=keys_full,
-        keys_empty=keys_empty,
+        g=pipeline.allocate_tiles(G, 2 * config.GATE_STAGES),
+        gates_full=gates_full,
+        gates_empty=gates_empty,
+        q=pipeline.allocate_tiles(Q, 2),
+        k=pipeline.allocate_tiles(K, 2),
+        beta=pipeline.allocate_vectors(gl.float32, 1, L),
+        tile=pipeline.allocate_vectors(gl.int32, NUMBERS, 1),
+        keys_full=pipeline.allocate_barrier(1),
+        keys_empty=pipeline.allocate_barrier(2),
         p=pipeline.allocate_operands(gl.bfloat16, 3 if config.CORRECT else 2, L, L),
         ready=pipeline.allocate_barrier(2),
-        from_middle=pipeline.allocate_operands(Q.dtype, 1, L, L).index(0),
-        before=pipeline.allocate_operands(gl.bfloat16, 1, L, L).index(0),
+        from_middle=pipeline.allocate_operands(Q.dtype, 1, L, L),
+        before=pipeline.allocate_operands(gl.bfloat16, 1, L, L),
         sums=pipeline.allocate_vectors(gl.float32, 2, 4 * L),
     )
     store_constants(shared, L)
@@ -841,11 +859,9 @@ def launch(
     blocks = ceil_div(base.K, CHANNELS.value)
     count = base.tiles * base.H
     programs = host.balanced_programs(count, max(1, host.processors(x.q.device) // blocks))
-    short = ctx.log_f.element_size() == 2  # else shared memory has no room for a second tile's keys
-    # Shared memory has room for a fourth stage without values of reads and without the sums of the gradient of beta.
-    columns, stages = 32, 3 if ctx.spec.correct or x.beta is not None else 4
-    # With two, the ring alone orders the stores of S_q and S_r after the tile before, see the docstring of the module.
-    key_stages = 2 if short and ceil_div(base.V, columns) > stages else 1
+    # Shared memory has room for a fifth stage without values of reads and without the sums of the gradient of beta.
+    columns, stages = 32, 4 if ctx.spec.correct or x.beta is not None else 5
+    gate_stages = 2 if ctx.log_f.element_size() == 2 else 1  # shared memory has no room for a second tile in float32
     base.launch(channel_gradients_kernel, (blocks, programs),
         host.descriptor(base, x.q, 64), host.descriptor(base, x.k, 64), host.descriptor(base, ctx.log_f, 64),
         host.descriptor(base, E, columns), host.descriptor(base, dh, columns), host.descriptor(base, dv, columns),
@@ -853,7 +869,7 @@ def launch(
         host.descriptor(base, grads.q, 64), host.descriptor(base, grads.k, 64), host.descriptor(base, grads.log_f, 64),
         needs_levels, ctx.beta, grads.beta if dots is None else dots, grads.beta, tiles.schedule, base.T, base.tiles,
         base.H, base.group, count, base.B * base.T, *time_strides(ctx.beta), ctx.spec.scale, ctx.first_row or 0,
-        ctx.first_step, L=base.L, COLUMNS=columns, STAGES=stages, KEY_STAGES=key_stages,
+        ctx.first_step, L=base.L, COLUMNS=columns, STAGES=stages, GATE_STAGES=gate_stages,
         COLUMN_BLOCKS=ceil_div(base.V, columns), PARTS=grads.beta.numel() // (base.B * base.T * base.H),
         DOTS=0 if dots is None else dots.shape[0], CORRECT=ctx.spec.correct, BETA=x.beta is not None,
         IS_VARLEN=base.packed, SLICED=ctx.first_row is not None, num_warps=4,
