@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, params, problem
+from cases import FORMS, error, params, problem
 from delta_cases import delta_problem, options
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +69,10 @@ def setting(form: str, device: str, T: int = 3, several: bool = True) -> tuple[C
 
 def same(a: tfla.State, b: tfla.State) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def alike(a: tfla.State, b: tfla.State) -> bool:
+    return all(x is y is None or error(x, y) <= 1e-6 for x, y in zip(a, b, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.interpreter
@@ -303,7 +307,8 @@ def test_a_prefill_reads_and_writes_rows_of_a_pool(device: str, form: str, dense
     expected.scatter([5, 0, 3], final.gather(taken))
     h, new = call(own, return_state=True, state_indices=indices)
     assert torch.equal(h, expected_h)
-    assert same(own, expected)
+    # Kernels of GPUs get dense batches as packed sequences, for which others are compiled.
+    assert (alike if dense and device == "cuda" else same)(own, expected)
     assert new is own
     start = own.gather([5, 1, 0, 3])
     start.reset([1])

@@ -375,9 +375,9 @@ def wait_for_states(count: gl.constexpr, S_q, S_r, dq, dr, W, A, B, config):
 
 @gluon.jit
 def stage_of_columns(n, i, config):
-    """Return stage and phase of columns block i of the program's tile n.
+    """Return stage and phase of block i of the columns of the program's tile n.
 
-    The compiler does not see that a tile may fill the ring once, and keeps no addresses of its stages.
+    Where a tile fills the ring exactly once, the compiler must not know it: it would keep the stages' addresses.
     """
     return pipeline.stage_and_phase(scheduler.rematerialize(n * config.COLUMN_BLOCKS + i), config.STAGES)
 
@@ -402,8 +402,7 @@ def release_stage(s, shared):
 def process_states(n, shared, half: gl.constexpr, config):
     """Compute what a tile needs of E, do, dv, C and dC, steps (1) to (4).
 
-    With CORRECT the MMAs of some columns still run while those of the next columns are started. Without CORRECT that
-    was slower.
+    The MMAs of some columns still run while those of the next columns are started.
 
     Args:
         n: Number of the tile among those of the program.
@@ -606,7 +605,7 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     L: gl.constexpr = config.L
     of_out: gl.constexpr = mma.accumulator_layout(L)
     S_q, S_r, dq, dr, W, across = process_states(n, shared, half, config)
-    # An opaque 0: addresses of what is outside of the rings are then computed in each tile, not kept and spilled.
+    # An opaque 0, so that addresses of what is outside of the rings are computed in each tile, not kept and spilled
     at0 = scheduler.rematerialize(n * 0)
     # (6) before (5), for the registers of S_q and S_r
     wait_for_release(n, shared)
@@ -719,9 +718,9 @@ def channel_gradients_kernel(
     Q, K, G, E, DO, DV, states, cotangents, dQ, dK, dG, needs_levels, beta, dots, dbeta, schedule,
     T, tiles_per_head, H, group_size, num_work_tiles, tokens, stride_b, stride_t, stride_h, scale,
     first_row, first_step,
-    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr, GATE_STAGES: gl.constexpr,
-    PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr, IS_VARLEN: gl.constexpr,
-    SLICED: gl.constexpr,
+    L: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, COLUMN_BLOCKS: gl.constexpr,
+    GATE_STAGES: gl.constexpr, PARTS: gl.constexpr, DOTS: gl.constexpr, CORRECT: gl.constexpr, BETA: gl.constexpr,
+    IS_VARLEN: gl.constexpr, SLICED: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of tiles that need no levels. The grid is (dqk / CHANNELS, programs).
 
