@@ -8,17 +8,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from bad_options import options, run_command
+from bad_options import fields_of, option_name, options, run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tfla.paper.experiments.run as experiments
 import tfla.tune.run as tune
 from tfla.bench import cpu, gpu
+from tfla.bench.options import GpuBench
 from tfla.bench.report import Report
 from tfla.bench.tune_command import TuneOptions
 from tfla.bench.worker_pool import WorkerDied
@@ -28,6 +29,7 @@ from tfla.nn import LanguageModel, ModelConfig
 from tfla.ops import tuned
 from tfla.ops.tuned import cpu_name
 from tfla.paper import claims, report
+from tfla.paper.evidence.run import EvidenceConfig
 from tfla.paper.experiments.run import ExperimentConfig
 from tfla.paper.report_types import Options
 from tfla.paper.sections import SECTIONS, Section
@@ -231,6 +233,36 @@ def test_values_out_of_range_are_refused(command: list[str], option: str, values
             name.replace("-", "").replace("_", "") in said.replace("-", "").replace("_", "") for name in names
         ), said
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (GENERATE, GenerateConfig), (EXPORT, ExportConfig), (WARMUP, WarmupConfig), (TUNE, TuneOptions),
+        *((["analyze", name], SECTIONS[name].config) for name in SECTIONS),
+        *((["analyze", name], Options) for name in ("all", "claims")),
+        (["experiment", "table6"], ExperimentConfig), (["experiment", "recall"], EvidenceConfig),
+        (["bench", "cpu"], cpu.CpuBench), (["bench", "gpu", "smoke"], GpuBench), (["bench", "report"], Report),
+    ],
+    ids=lambda x: " ".join(x[:2]) if isinstance(x, list) else "",
+)  # fmt: skip
+def test_empty_paths_are_not_the_current_folder(command: list[str], kind: type) -> None:
+    """An unset variable of a shell gives an empty word; each option of a path refuses it by its name."""
+    paths = [name for name, found in fields_of(kind) if Path in (found, *get_args(found))]
+    assert paths
+    for name in paths:
+        found = run_command(main, [*command, option_name(name), ""])
+        assert found == (1, f"tfla: error: {name}: got '', expected a path; the current folder is '.'\n")
+
+
+def test_an_empty_name_of_a_tokenizer_is_not_the_current_folder(nothing_is_computed: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_info.json"):
+        (nothing_is_computed / name).write_text("{}")
+    try:
+        refused([*GENERATE, "--tokenizer", ""], "tokenizer: got ''")
+    finally:
+        for name in ("tokenizer.json", "tokenizer_info.json"):
+            (nothing_is_computed / name).unlink()
 
 
 def test_right_options_go_through(nothing_is_computed: Path) -> None:

@@ -56,6 +56,14 @@ NAMED = [
     (["--data.dataset-files", "x"], "data.dataset_files: got ('x',) without data.dataset"),
     (["--data.bos-token", "x"], "data.bos_token: got 'x', expected None for bytes"),
     (["--data.tokenizer", "x", "--data.binary"], "data.binary: got True with the tokenizer 'x', expected bytes"),
+    (["--data.paths", ""], "data.paths: got '', expected a path; the current folder is '.'"),
+    (["--data.paths", "there", ""], "data.paths: got '', expected a path"),
+    (["--run", ""], "run: got '', expected a path"),
+    (["--run-folder="], "run: got '', expected a path"),
+    (["--init-from", ""], "init_from: got '', expected a path"),
+    (["--data.dataset", ""], "data.dataset: got '', expected a name or a folder"),
+    (["--data.dataset", "x", "--data.dataset-files", ""], "data.dataset_files: got ('',), expected names of files"),
+    (["--data.tokenizer", ""], "data.tokenizer: got '', expected "),
     (["--data.paths", "/dev/zero"], "/dev/zero: neither a file nor a folder nor a pipe"),
     (["--data.paths", "a" * 300], "cannot be read: File name too long"),
     (["--device", "meta"], "device: got 'meta'"),
@@ -142,6 +150,12 @@ def test_what_is_wrong_is_named_in_one_line(text, arguments, message):
     assert code == 1
     assert message in said
     check_refusal(code, said, left)
+
+
+def test_the_demo_refuses_an_empty_folder(text):
+    assert command("demo", text, ["--run", ""])[:2] == (
+        1, "tfla: error: run: got '', expected a path; the current folder is '.'\n"
+    )  # fmt: skip
 
 
 def test_good_options_are_no_errors(text):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tfla._util.errors import wrong_word
+from tfla._util.parsing import parse
 
 USAGE = """usage: tfla bench {cpu,gpu,invariance,report} [options]
 
@@ -19,29 +20,23 @@ def bench(args: Sequence[str]) -> int:
     """Run the benchmark that the arguments name and return the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
     if name == "cpu":
-        import tyro
-
         from tfla.bench import cpu
 
-        cpu.run(tyro.cli(cpu.CpuBench, args=rest, prog="tfla bench cpu", description="The operator on this CPU."))
+        cpu.run(parse(cpu.CpuBench, rest, "tfla bench cpu", description="The operator on this CPU."))
     elif name == "gpu":
         from tfla.bench import gpu
 
         return gpu.main(rest, "tfla bench gpu")
     elif name == "invariance":
-        import tyro
-
         from tfla.bench import batch_invariance
 
         text = "What batch_invariant costs."
-        options = tyro.cli(batch_invariance.InvarianceBench, args=rest, prog="tfla bench invariance", description=text)
+        options = parse(batch_invariance.InvarianceBench, rest, "tfla bench invariance", description=text)
         batch_invariance.run(options)
     elif name == "report":
-        import tyro
-
         from tfla.bench import report
 
-        report.run(tyro.cli(report.Report, args=rest, prog="tfla bench report", description="Tables for the docs."))
+        report.run(parse(report.Report, rest, "tfla bench report", description="Tables for the docs."))
     elif name in ("-h", "--help", ""):
         print(USAGE, file=sys.stdout if name else sys.stderr)
         return 0 if name else 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tfla._util.parsing import check_paths, path_option
 from tfla.bench.suites import SUITES
 from tfla.measure.timing import Sampling
 
@@ -91,7 +92,9 @@ def parse(args: Sequence[str], prog: str) -> GpuBench:
     add("limit", "seconds after which one configuration is given up", seconds)
     add("budget", "seconds after which the run ends with what it has", seconds)
     add("device", "where to run")
-    add("out", "write the rows as JSON here", Path)
+    add("out", "write the rows as JSON here", path_option)
     values: dict[str, Any] = vars(parser.parse_args(args))
     values |= {name: tuple(values[name]) for name in ("only", "lengths")}
-    return GpuBench(**values)
+    config = GpuBench(**values)
+    check_paths(config)
+    return config

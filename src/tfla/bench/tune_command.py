@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tfla._util import outputs
 from tfla._util.errors import UserError
+from tfla._util.parsing import parse
 from tfla.bench.suites import SUITES
 from tfla.bench.tuned_entries import entries
 from tfla.measure.problem import Problem
@@ -77,6 +78,4 @@ def _keep_stored(folder: Path, file: Path) -> int:
 
 def tune(args: Sequence[str]) -> int:
     """Run `tfla tune` with these arguments; return the exit code."""
-    import tyro
-
-    return run(tyro.cli(TuneOptions, args=args, prog="tfla tune"))
+    return run(parse(TuneOptions, args, "tfla tune"))

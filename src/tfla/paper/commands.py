@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from tfla._util.errors import wrong_word
+from tfla._util.parsing import parse
 from tfla.paper.report_types import Figure, Missing, Options
 from tfla.paper.sections import SECTIONS
 
@@ -36,12 +37,10 @@ def analyze(args: Sequence[str]) -> int:
         return 0 if name else 2
     if name not in ("all", "claims", *SECTIONS):
         return wrong_word("tfla analyze", name, "section", usage())
-    import tyro
-
     if name == "all":
         from tfla.paper import report
 
-        config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=sentence(ALL))
+        config = parse(Options, rest, "tfla analyze all", description=sentence(ALL))
         config.check()
         written = report.write(config)
         print(f"wrote {written.path}: {written.drawn} figures")
@@ -49,12 +48,12 @@ def analyze(args: Sequence[str]) -> int:
     if name == "claims":
         from tfla.paper import claims
 
-        config = tyro.cli(Options, args=rest, prog="tfla analyze claims", description=sentence(CLAIMS))
+        config = parse(Options, rest, "tfla analyze claims", description=sentence(CLAIMS))
         config.check()
         print(f"wrote {claims.write(config)}")
         return 0
     section = SECTIONS[name]
-    config = tyro.cli(section.config, args=rest, prog=f"tfla analyze {name}", description=sentence(section.help))
+    config = parse(section.config, rest, f"tfla analyze {name}", description=sentence(section.help))
     config.check()
     found = section.draw(config)
     for figure in found:

@@ -9,11 +9,9 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-
-import tyro
 
 from tfla._util.errors import UserError
+from tfla._util.parsing import check_paths, parse, path_option
 from tfla.train.config import Data, DemoConfig, GenerateConfig, Model, TrainConfig
 
 
@@ -45,9 +43,10 @@ def train(args: Sequence[str]) -> int:
 
     args = _with_values([re.sub(r"^--run[-_]folder(?==|$)", "--run", word) for word in args])
     run_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    run_options.add_argument("--run", type=Path, default=TrainConfig.run)
-    run_options.add_argument("--init-from", "--init_from", type=Path)
+    run_options.add_argument("--run", type=path_option, default=TrainConfig.run)
+    run_options.add_argument("--init-from", "--init_from", type=path_option)
     given = run_options.parse_known_args(args)[0]
+    check_paths(given)
     saved = read_run_config(given.run)
     if saved is not None:
         defaults = saved
@@ -55,7 +54,7 @@ def train(args: Sequence[str]) -> int:
         model, data = (Model(), Data()) if given.init_from is None else saved_options(given.init_from)
         defaults = TrainConfig(model=model, data=data)
     defaults = dataclasses.replace(defaults, run=given.run)
-    config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=defaults)
+    config = parse(TrainConfig, args, "tfla train", default=defaults)
     if saved is not None:
         layout = config.parallel.resumed(number_of_processes(), _given_layout(args))
         config = dataclasses.replace(config, parallel=layout)
@@ -82,7 +81,7 @@ def generate(args: Sequence[str]) -> int:
     """Run ``tfla generate``: print the prompt and its continuation to stdout, tokens per second to stderr."""
     from tfla.train.sample import sample
 
-    config = tyro.cli(GenerateConfig, args=args, prog="tfla generate")
+    config = parse(GenerateConfig, args, "tfla generate")
     parts = sample(config)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not be able to show all characters
@@ -105,4 +104,4 @@ def demo(args: Sequence[str]) -> int:
     """Run ``tfla demo``."""
     from tfla.train.demo import demo as run_demo
 
-    return run_demo(tyro.cli(DemoConfig, args=args, prog="tfla demo")).exit_code
+    return run_demo(parse(DemoConfig, args, "tfla demo")).exit_code

@@ -69,6 +69,9 @@ class Data:
         """Raise UserError where a value is out of range or options contradict each other; the message names them."""
         check_range("data.heldout", self.heldout, 0, 1, with_low=False, with_high=False)
         check_count("data.split_seed", self.split_seed, -MAX_INT)
+        require(self.dataset != "", "data.dataset", self.dataset, "a name or a folder")
+        require("" not in self.dataset_files, "data.dataset_files", self.dataset_files, "names of files")
+        require(self.tokenizer != "", "data.tokenizer", self.tokenizer, '"bytes", a tokenizer.json or a name')
         if self.paths and self.dataset is not None:
             raise UserError("data.paths, data.dataset: got both, expected one of them")
         if not self.paths and self.dataset is None:

@@ -242,7 +242,7 @@ def find_tokenizer(directory: Path, name: str | None) -> Tokenizer:
         path = Path(name)
         if path.is_file():
             return read_tokenizer_file(path)
-        if not any((path / file).is_file() for file in (INFO_FILE, TOKENIZER_FILE)):
+        if not name or not any((path / file).is_file() for file in (INFO_FILE, TOKENIZER_FILE)):
             raise UserError(f'tokenizer: got {name!r}, expected "bytes", a {TOKENIZER_FILE} or a folder with one')
         return load_tokenizer(path)
     if not any((directory / file).is_file() for file in (INFO_FILE, TOKENIZER_FILE)):

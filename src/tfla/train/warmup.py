@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
 import tfla
 from tfla._util.device import pick_device
 from tfla._util.errors import UserError, one_line
+from tfla._util.parsing import parse
 from tfla._util.warm_calls import Warmup
 from tfla.nn import LanguageModel
 from tfla.nn import warmup as warm
@@ -49,7 +49,7 @@ class WarmupConfig:
 
 def warmup(args: Sequence[str]) -> int:
     """Run ``tfla warmup``."""
-    config = tyro.cli(WarmupConfig, args=args, prog="tfla warmup")
+    config = parse(WarmupConfig, args, "tfla warmup")
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if config.dtype not in dtypes:
         raise UserError(f"dtype: got {config.dtype!r}, expected one of {', '.join(dtypes)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfla._util import outputs
 from tfla._util.errors import UserError, one_line
+from tfla._util.parsing import parse
 from tfla.nn import LanguageModel
 from tfla.train.checkpoint import find_model
 from tfla.train.tokenizer import HuggingFaceTokenizer, Tokenizer, find_tokenizer
@@ -35,9 +36,7 @@ class ExportConfig:
 
 def export_command(args: Sequence[str]) -> int:
     """Run ``tfla export``."""
-    import tyro
-
-    config = tyro.cli(ExportConfig, args=args, prog="tfla export")
+    config = parse(ExportConfig, args, "tfla export")
     export(config.checkpoint, config.to, config.tokenizer, config.dtype)
     print(f'saved in {config.to}: AutoModelForCausalLM.from_pretrained("{config.to}", trust_remote_code=True) loads it')
     return 0

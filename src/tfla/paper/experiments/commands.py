@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tfla._util.errors import wrong_word
+from tfla._util.parsing import parse
 from tfla.paper.evidence import plans as evidence
 from tfla.paper.experiments.plans import EXPERIMENTS
 
@@ -28,18 +29,16 @@ def experiment(args: Sequence[str]) -> int:
         return 0 if name else 2
     if name not in ("all", *EXPERIMENTS, *evidence.EXPERIMENTS):
         return wrong_word("tfla experiment", name, "experiment", usage())
-    import tyro
-
     if name in evidence.EXPERIMENTS:
         from tfla.paper.evidence.run import EvidenceConfig
         from tfla.paper.evidence.run import run as run_evidence
 
-        target, failed = run_evidence(name, tyro.cli(EvidenceConfig, args=rest, prog=f"tfla experiment {name}"))
+        target, failed = run_evidence(name, parse(EvidenceConfig, rest, f"tfla experiment {name}"))
         print(f"wrote {target}; tfla analyze evidence --{name} {target} draws it")
         return 1 if failed else 0
     from tfla.paper.experiments.run import ExperimentConfig, run
 
-    config = tyro.cli(ExperimentConfig, args=rest, prog=f"tfla experiment {name}")
+    config = parse(ExperimentConfig, rest, f"tfla experiment {name}")
     target = run(name, config)
     print(f"wrote {target}; tfla analyze training --training {target} draws it")
     return 0
