@@ -287,6 +287,44 @@ def test_errors_have_the_names_of_the_package(T: int) -> None:
         assert torch.equal(o, torch.zeros_like(v))
 
 
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("chunk_delta_rule", "beta"),
+        ("chunk_gated_delta_product", "beta"),
+        *((name, missing) for name in ("chunk_gated_delta_rule", "chunk_comba", "chunk_kda", "fused_recurrent_kda")
+          for missing in ("g", "beta")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("steps", [1, 5])
+def test_what_the_package_computes_nothing_without_is_required(name: str, missing: str, steps: int) -> None:
+    """The kernels of the package read the gate and the write strength; these were no decay and 1."""
+    q, v, beta = torch.ones(2, steps, 2, 4), torch.ones(2, steps, 2, 3), torch.ones(2, steps, 2)
+    given = {"q": q, "k": q, "v": v, "p": q, "g": q if "kda" in name else beta, "beta": beta, "num_householder": 1}
+    run = getattr(ours, name)
+    given = {n: t for n, t in given.items() if n in inspect.signature(run).parameters}
+    with torch.no_grad():
+        run(**given)
+        with pytest.raises(TypeError, match=f"^{missing}: got NoneType, expected a tensor"):
+            run(**(given | {missing: None}))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_defaults_of_the_package(steps: int) -> None:
+    """Recurrent functions without a write strength write with 1, and none of these decays without a gate."""
+    torch.manual_seed(0)
+    q, v, beta = torch.randn(2, steps, 2, 4), torch.randn(2, steps, 4, 3), torch.rand(2, steps, 4)
+    ones, wide = torch.ones_like(beta), q.repeat_interleave(2, 2)
+    with torch.no_grad():
+        for run in (ours.fused_recurrent_delta_rule, ours.fused_recurrent_gated_delta_rule):
+            assert torch.equal(run(wide, wide, v)[0], run(wide, wide, v, beta=ones)[0])
+        decayless = ours.fused_recurrent_delta_rule(wide, wide, v, beta)[0]
+        gated = ours.fused_recurrent_gated_delta_rule(q, q, v, beta=beta)[0]
+        product = ours.chunk_gated_delta_product(wide, wide, v, None, beta, num_householder=1)[0]
+    assert error(gated, decayless) < 1e-6
+    assert error(product, decayless) < 1e-6
+
+
 GATES: dict[str, tuple[str, bool]] = {
     "chunk_gated_delta_rule": ("g", False),
     "fused_recurrent_gated_delta_rule": ("g", False),

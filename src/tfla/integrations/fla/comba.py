@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tfla.integrations.fla.delta_scan import delta_scan
+from tfla.integrations.fla.options import require_tensors
 from tfla.integrations.fla.scan import check_gates
 from tfla.ops.checks import check_float, check_shape
 
@@ -37,7 +38,7 @@ def chunk_comba(
         v: (B, T, HV, V).
         p: (B, T, H, K), the read keys; None is k.
         g: (B, T, HV), log-decays in any float dtype.
-        beta: (B, T, HV); None is 1.
+        beta: (B, T, HV). It is required: the kernels of the package fail on its default, None.
         scale: the factor of the queries; None is 1/sqrt(K).
         initial_state: (N, HV, K, V), the states before the first steps; zeros if None.
         output_final_state: also return the states after the last steps.
@@ -51,8 +52,8 @@ def chunk_comba(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
-    if g is not None:
-        check_gates("g", g, q, v, by_channel=False)
+    require_tensors(g=g, beta=beta)
+    check_gates("g", g, q, v, by_channel=False)
     if p is not None and isinstance(k, Tensor):
         check_float("p", p)
         check_shape("p", p, tuple(k.shape))

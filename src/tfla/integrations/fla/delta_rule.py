@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tfla.integrations.fla.delta_scan import delta_scan
-from tfla.integrations.fla.options import check_options
+from tfla.integrations.fla.options import check_options, require_tensors
 
 __all__ = ["chunk_delta_rule", "fused_recurrent_delta_rule"]
 
@@ -49,6 +49,7 @@ def chunk_delta_rule(
             allowed.
     """
     check_options(chunk_delta_rule, kwargs)
+    require_tensors(beta=beta)
     return delta_scan(
         q, k, v, beta, None, scale, initial_state, output_final_state, cu_seqlens, normalize_qk=use_qk_l2norm_in_kernel
     )

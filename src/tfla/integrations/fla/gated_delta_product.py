@@ -9,7 +9,7 @@ from torch import Tensor
 import tfla
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import final_state
-from tfla.integrations.fla.options import refuse
+from tfla.integrations.fla.options import refuse, require_tensors
 from tfla.integrations.fla.scan import check_gates, key_first
 from tfla.nn.validation import check_int
 
@@ -55,6 +55,7 @@ def chunk_gated_delta_product(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     refuse(cp_context=cp_context)
+    require_tensors(beta=beta)
     check_flags(output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if g is not None:
         check_gates("g", g, q, v, by_channel=False)

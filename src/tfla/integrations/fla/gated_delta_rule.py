@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tfla.integrations.fla.delta_scan import beta_activation, delta_scan, gate_options
-from tfla.integrations.fla.options import check_options, read_state_layout, refuse
+from tfla.integrations.fla.options import check_options, read_state_layout, refuse, require_tensors
 from tfla.integrations.fla.scan import check_gates
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
@@ -67,12 +67,13 @@ def chunk_gated_delta_rule(
     gates = [kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")]
     check_options(chunk_gated_delta_rule, kwargs)
     refuse(cp_context=cp_context)
-    if g is not None:
-        check_gates("g", g, q, v, by_channel=False)
+    options = gate_options(g, *gates)
+    options["beta_activation"] = beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta)
+    require_tensors(g=g, beta=beta)
+    check_gates("g", g, q, v, by_channel=False)
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
-        normalize_qk=use_qk_l2norm_in_kernel,
-        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta), **gate_options(g, *gates),
+        normalize_qk=use_qk_l2norm_in_kernel, **options,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.delta_scan import beta_activation, delta_scan, gate_options
-from tfla.integrations.fla.options import check_options, read_state_layout, refuse
+from tfla.integrations.fla.options import check_options, read_state_layout, refuse, require_tensors
 from tfla.integrations.fla.scan import check_gates
 
 __all__ = ["chunk_kda", "fused_recurrent_kda"]
@@ -113,13 +113,13 @@ def fused_recurrent_kda(
     """
     state_v_first = read_state_layout(kwargs, state_v_first)
     check_options(fused_recurrent_kda, kwargs)
-    if g is not None:
-        check_gates("g", g, q, v, by_channel=True)
+    options = gate_options(g, use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, q, v), lower_bound)
+    options["beta_activation"] = beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta)
+    require_tensors(g=g, beta=beta)
+    check_gates("g", g, q, v, by_channel=True)
     return delta_scan(
         q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
-        normalize_qk=use_qk_l2norm_in_kernel,
-        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval, beta),
-        **gate_options(g, use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, q, v), lower_bound),
+        normalize_qk=use_qk_l2norm_in_kernel, **options,
     )  # fmt: skip
 
 

@@ -58,6 +58,17 @@ def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
     return state_v_first
 
 
+def require_tensors(**given: object) -> None:
+    """Raise a TypeError for an argument that is None although the package has no default for it.
+
+    Raises:
+        TypeError: the message names the argument.
+    """
+    for name, value in given.items():
+        if value is None:
+            raise TypeError(f"{name}: got NoneType, expected a tensor")
+
+
 def refuse(**given: object) -> None:
     """Raise a ValueError for an argument of the package that is not supported, unless it is None or False.
 
