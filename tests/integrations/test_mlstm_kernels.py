@@ -207,6 +207,16 @@ def test_backend_trains(kernel: str) -> None:
     agree(*backends(chunkwise_kernel=kernel, return_last_states=False), inputs(), return_last_states=False)
 
 
+def test_padding_keeps_the_eps_of_the_config() -> None:
+    """The wrapper of the package passes its own default to the kernel."""
+    options = {"mode": "train_with_padding", "return_last_states": False}
+    own, package = backends(**options, eps=0.3)
+    plain = backends(return_last_states=False, eps=0.3)[0]
+    x = inputs(64)
+    agree(own, plain, x)
+    agree(backends(**options)[0], package, x)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_backend_trains_the_sigmoid_gate(normalize: bool) -> None:
     options = {"chunkwise_kernel": "parallel--native_siging_custbw", "normalize_siging": normalize}

@@ -401,6 +401,11 @@ def test_what_cannot_be_accelerated() -> None:
     layer.mlstm_cell.backend_fn = functions.chunkwise_simple  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"^mlstm_cell\.backend_fn: got xlstm\.blocks\.mlstm\.backends\.chunkwise_s"):
         accelerate(layer)
+    backends = [backend_module.mLSTMBackend(backend_module.mLSTMBackendConfig()) for _ in range(2)]
+    backends[1].config.chunkwise_kernel = "chunkwise--later"
+    with pytest.raises(ValueError, match=r"^1\.config: name: got 'chunkwise--later', allowed are"):
+        accelerate(nn.Sequential(*backends))
+    assert "forward" not in vars(backends[0])
     x = torch.zeros(1, 1, 1, 2)
     with pytest.raises(ValueError, match=r"^stabilize_rowwise: got False"):
         ours.parallel_stabilized_simple(x, x, x, x[..., :1], x[..., :1], stabilize_rowwise=False)

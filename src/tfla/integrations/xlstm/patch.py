@@ -46,14 +46,10 @@ def accelerate(model: Model) -> Model:
             as it is.
     """
     parts = _find(model)
-    for name, module in parts:
-        _check(name, module)
-    for _, module in parts:
-        if _class_of(module, BACKEND) is None:
-            for attribute, function in FUNCTIONS.items():
-                setattr(module, attribute, function)
-        elif not _is_accelerated(module):
-            module.forward = mLSTMBackend(module.config).forward  # type: ignore[arg-type]
+    replaced = [(module, _replacements(name, module)) for name, module in parts]
+    for module, attributes in replaced:
+        for attribute, function in attributes.items():
+            setattr(module, attribute, function)
     return model
 
 
@@ -101,18 +97,27 @@ def _is_accelerated(module: nn.Module) -> bool:
     return isinstance(getattr(vars(module).get("forward"), "__self__", None), mLSTMBackend)
 
 
-def _check(name: str, module: nn.Module) -> None:
-    """Raise a ValueError where a part does not compute what its class in the package does."""
+def _replacements(name: str, module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the attributes of a part that :func:`accelerate` sets, with their values.
+
+    Raises:
+        ValueError: the part does not compute what its class in the package does, or its config names a kernel that
+            there is not.
+    """
     if _is_accelerated(module):
-        return
+        return {}
     kind, where = type(module).__name__, name or "model"
     backend = _class_of(module, BACKEND)
     if backend is not None:
         if "forward" in vars(module) or type(module).forward is not backend.forward:  # type: ignore[attr-defined]
             raise ValueError(f"{where}: got a {kind} with a forward of its own, expected that of {'.'.join(BACKEND)}")
-        return
+        try:
+            return {"forward": mLSTMBackend(module.config).forward}  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{where}.config: {error}") from error
     for attribute, function in FUNCTIONS.items():
         given = getattr(module, attribute)
         found = f"{getattr(given, '__module__', None)}.{getattr(given, '__qualname__', given)}"
         if found != f"{CELL_FUNCTIONS}.{function.__name__}":
             raise ValueError(f"{where}.{attribute}: got {found}, expected {CELL_FUNCTIONS}.{function.__name__}")
+    return FUNCTIONS
