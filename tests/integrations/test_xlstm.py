@@ -411,5 +411,11 @@ def test_what_cannot_be_accelerated() -> None:
         ours.parallel_stabilized_simple(x, x, x, x[..., :1], x[..., :1], stabilize_rowwise=False)
     with pytest.raises(ValueError, match=r"^igate_preact: got shape"):
         ours.parallel_stabilized_simple(x, x, x, x, x[..., :1])
-    with pytest.raises(ValueError, match=r"^n_state: got shape"):
+    with pytest.raises(ValueError, match=r"^keys: got shape"):
+        ours.parallel_stabilized_simple(x, x[..., :1], x, x[..., :1], x[..., :1])
+    with pytest.raises(ValueError, match=r"^c_state: got shape"):
         ours.recurrent_step_stabilized_simple(x, x, x, x, x, x, x, x)
+    with pytest.raises(ValueError, match=r"^n_state: got shape"):
+        ours.recurrent_step_stabilized_simple(x.mT @ x, x, x, x, x, x, x, x)
+    with pytest.raises(TypeError, match=r"^queries: got list"):
+        ours.parallel_stabilized_simple([0.0], x, x, x[..., :1], x[..., :1])  # type: ignore[arg-type]

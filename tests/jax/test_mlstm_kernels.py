@@ -149,7 +149,7 @@ def test_wrong_arguments() -> None:
         ours.get_mlstm_kernel("parallel--native_custbw")(**x, return_last_states=True)
     m = states()["m_initial"]
     np.testing.assert_array_equal(kernel(**x, m_initial=m), kernel(**x, m_initial=m[..., None]))
-    with pytest.raises(ValueError, match=r"^m: got shape \(3, 2\), expected \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"^m_initial: got shape \(3, 2\), expected \(2, 3\)"):
         kernel(**x, m_initial=m.T)
-    with pytest.raises(ValueError, match=r"^c: got shape \(2, 3, 6, 8\), expected \(2, 3, 8, 6\)"):
+    with pytest.raises(ValueError, match=r"^c_initial: got shape \(2, 3, 6, 8\), expected \(2, 3, 8, 6\)"):
         kernel(**x, c_initial=jnp.swapaxes(states()["c_initial"], 2, 3))

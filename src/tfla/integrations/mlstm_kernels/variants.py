@@ -54,9 +54,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
 
 def _read_max_state(m: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Check m, (B, NH, 1) or (B, NH), and return it as (B, NH)."""
-    check_float("m", m)
+    check_float("m_initial", m)
     if m.shape != shape:
-        check_shape("m", m, (*shape, 1))
+        check_shape("m_initial", m, (*shape, 1))
         m = m[..., 0]
     return m
 
@@ -72,7 +72,7 @@ def _read_initial_state(
         return None
     B, H, K, V = *q.shape[:2], q.shape[3], v.shape[3]
     zeros = q.new_zeros(B, H, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    for name, t, shape in (("c", c, (B, H, K, V)), ("n", n, (B, H, K))):
+    for name, t, shape in (("c_initial", c, (B, H, K, V)), ("n_initial", n, (B, H, K))):
         if t is not None:
             check_float(name, t)
             check_shape(name, t, shape)
@@ -214,14 +214,9 @@ def compute_step(
     """
     check_epsilon("eps", eps)
     check_float_dtype("dtype_state", state_dtype)
-    for name, x in {"q": q, "i": i, "f": f, "c": c, "n": n, "m": m}.items():
-        check_float(name, x)
-    check_shape("q", q, ("B", "NH", "DHQK"))
-    for name, gate in {"i": i, "f": f}.items():
-        check_shape(name, gate, (*q.shape[:2], 1))
+    shapes.check_step(check_float, check_shape, q, v, i, f, c, n, m)
     if variant.input_gate == "sigmoid":
         m = torch.zeros_like(m)
-    check_shape("m", m, (*q.shape[:2], 1))
     i, f = i.squeeze(-1), f.squeeze(-1)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     c = c if c.dtype == state_dtype else cast(c, wide)  # the operator computes a state in its own dtype

@@ -59,16 +59,16 @@ def _read_initial_state(normalize: bool, sigmoid: bool, q: Any, v: Any, c: Any, 
         return None
     (B, H, _, K), V = q.shape, v.shape[3]
     zeros = jnp.zeros((B, H), jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
-    for name, t, shape in (("c", c, (B, H, K, V)), ("n", n, (B, H, K))):
+    for name, t, shape in (("c_initial", c, (B, H, K, V)), ("n_initial", n, (B, H, K))):
         if t is not None:
             check_float(name, t)
             check_shape(name, t, shape)
     if m is not None:
-        check_float("m", m)
+        check_float("m_initial", m)
         if m.ndim == 3:
-            check_shape("m", m, (B, H, 1))
+            check_shape("m_initial", m, (B, H, 1))
             m = m[..., 0]
-        check_shape("m", m, (B, H))
+        check_shape("m_initial", m, (B, H))
     c = jnp.broadcast_to(zeros[..., None, None], (B, H, K, V)) if c is None else c
     if not normalize:
         return State(c)
@@ -178,11 +178,7 @@ def compute_step(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     check_epsilon("eps", eps)
-    for name, x in {"q": q, "i": i, "f": f, "c": c, "n": n, "m": m}.items():
-        check_float(name, x)
-    check_shape("q", q, ("B", "NH", "DHQK"))
-    for name, x in {"i": i, "f": f, "m": m}.items():
-        check_shape(name, x, (*q.shape[:2], 1))
+    shapes.check_step(check_float, check_shape, q, v, i, f, c, n, m)
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     kept = c.dtype if state_dtype is None else jnp.dtype(state_dtype)
     state = State(c.astype(wide), n.astype(wide), m[..., 0].astype(wide))
