@@ -199,7 +199,9 @@ def main() -> None:
             environment = {**os.environ, "PYTHONPATH": str(root / "src")}
             if marks:  # the address of the memory is part of what is compiled, and not of the name in Triton's cache
                 environment["TRITON_CACHE_DIR"] = str(copy / "cache")
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--marks", *marks], env=environment, check=True)
+            command = [sys.executable, __file__, *sys.argv[1:], "--marks", *marks]
+            if code := subprocess.run(command, env=environment, check=False).returncode:
+                sys.exit(code)
 
 
 if __name__ == "__main__":
