@@ -191,6 +191,10 @@ def main() -> None:
         marked, names = with_marks(source)
     except ValueError as error:
         sys.exit(f"MODULE: got {given.module!r}: {error}")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("PyTorch finds no NVIDIA GPU, which this command needs")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(HERE / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
