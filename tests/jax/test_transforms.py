@@ -1,10 +1,11 @@
-"""Transforms of JAX: jit, vmap, checkpoint, second derivatives, and forward mode with the reference."""
+"""Transforms of JAX: jit, vmap, checkpoint, second derivatives, export, and forward mode; arrays of NumPy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -135,3 +136,78 @@ def test_float32_where_x64_is_off() -> None:
         grads = jax.grad(loss)(rounded)
     assert {str(a.dtype) for a in (h, *state, *grads)} == {"float32"}
     np.testing.assert_allclose(h, tfla.jax.mlstm(*x), rtol=1e-4, atol=1e-5)
+
+
+def with_write_strengths(x: Arrays) -> Arrays:
+    """Return the arguments of the delta rule, with log-gates by channel."""
+    return [*x[:3], jax.nn.sigmoid(x[3]), -jnp.abs(x[0])]
+
+
+@pytest.mark.parametrize("name", ["mlstm", "delta_rule"])
+def test_export_with_a_symbolic_batch(name: str) -> None:
+    x = inputs(9, B=3) if name == "mlstm" else with_write_strengths(inputs(9, B=3))
+    run = getattr(tfla.jax, name)
+    (b,) = jax.export.symbolic_shape("b")
+    given = [jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype) for a in x]
+
+    def from_zeros(*x: Any) -> Any:
+        B, _, H, dhv = x[2].shape
+        state = tfla.jax.State.zeros(B, H, x[0].shape[3], dhv, normalize=name == "mlstm")
+        return run(*x, initial_state=state)
+
+    for function in (lambda *x: run(*x, return_state=True)[0], from_zeros):
+        close(jax.export.export(jax.jit(function))(*given).call(*x), run(*x))
+
+
+@pytest.mark.parametrize("name", ["mlstm", "delta_rule"])
+def test_symbolic_steps_are_an_error(name: str) -> None:
+    (T,) = jax.export.symbolic_shape("t")
+    given = [jax.ShapeDtypeStruct((a.shape[0], T, *a.shape[2:]), a.dtype) for a in inputs(9)]
+    with pytest.raises(ValueError, match=r"^q: got T = t, expected a number: steps of an export may not be symbolic"):
+        jax.export.export(jax.jit(getattr(tfla.jax, name)))(*given)
+
+
+def test_ranks_are_not_promoted() -> None:
+    x = inputs(9, B=1)
+    more = {"gate_activation": "softplus", "A_log": jnp.ones(2), "dt_bias": jnp.ones((2, 5))}
+
+    def every(x: Arrays) -> Any:
+        packed = loss(x, cu_seqlens=jnp.array([0, 4, 9])) + loss(x, cu_seqlens=(0, 4, 9), backend="reference")
+        return packed + loss(x) + jnp.sin(tfla.jax.delta_rule(*with_write_strengths(x), **more)).sum()
+
+    expected = jax.grad(every)(x)
+    with jax.numpy_rank_promotion("raise"):
+        close(jax.jit(jax.grad(every))(x), expected)
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_in_float64_where_x64_is_off() -> None:
+    """JAX reads them in float32, beside arrays of its own too, and nothing warns of a dtype that is not there."""
+    x = [np.asarray(a) for a in inputs(9)]
+    expected = tfla.jax.mlstm(*x)
+    pool = tfla.jax.State(np.zeros((4, 2, 5, 7)), np.zeros((4, 2, 5)), np.zeros((4, 2)))  # type: ignore[arg-type]
+    with jax.enable_x64(False):
+        found = [
+            tfla.jax.mlstm(x[0], *map(jnp.asarray, x[1:])),
+            tfla.jax.mlstm(*x, return_state=True, states_every=4)[0],
+            tfla.jax.mlstm(*x, return_state=True, initial_state=pool, state_indices=np.array([3, 1]))[0],
+            tfla.jax.mlstm_steps(*x, pool, state_indices=np.array([3, 1]))[0],
+        ]
+    for h in found:
+        assert h.dtype == jnp.float32
+        np.testing.assert_allclose(h, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_states_of_numpy() -> None:
+    rng = np.random.default_rng(0)
+    state = tfla.jax.State(*(rng.normal(size=shape) for shape in ((4, 2, 5, 7), (4, 2, 5), (4, 2))))  # type: ignore[arg-type]
+    of_jax = jax.tree.map(jnp.asarray, state)
+    close(state.reset([1]), of_jax.reset([1]))
+    close(state.scatter([1, 3], state.gather([0, 1])), of_jax.scatter([1, 3], of_jax.gather([0, 1])))
+    x, rows = [a[:, 0] for a in inputs(1)], np.array([3, -1])
+    close(tfla.jax.mlstm_step(*x, state, state_indices=rows), tfla.jax.mlstm_step(*x, of_jax, state_indices=rows))
+
+
+def test_offsets_as_a_tuple_of_integers_of_numpy() -> None:
+    x = inputs(9, B=1)
+    close(tfla.jax.mlstm(*x, cu_seqlens=tuple(np.cumsum([0, 4, 5]))), tfla.jax.mlstm(*x, cu_seqlens=(0, 4, 9)))

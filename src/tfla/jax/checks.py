@@ -12,6 +12,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -43,6 +44,11 @@ def check_float(name: str, x: object) -> None:
         raise TypeError(f"{name}: got dtype {dtype}, expected a float dtype: {', '.join(FLOATS)}")
 
 
+def same_dtype(a: Any, b: Any) -> bool:
+    """Return whether JAX reads two arrays in one dtype: float64 of NumPy is float32 without `jax_enable_x64`."""
+    return bool(jax.dtypes.canonicalize_dtype(a.dtype) == jax.dtypes.canonicalize_dtype(b.dtype))
+
+
 def check_inputs(q: Any, k: Any, v: Any, gates: dict[str, Any], time: bool) -> None:
     """Check shapes and dtypes of one call.
 
@@ -53,9 +59,13 @@ def check_inputs(q: Any, k: Any, v: Any, gates: dict[str, Any], time: bool) -> N
     """
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
         check_float(name, x)
+    if time and q.ndim > 1 and jax.export.is_symbolic_dim(q.shape[1]):
+        raise ValueError(
+            f"q: got T = {q.shape[1]}, expected a number: steps of an export may not be symbolic, the batch may"
+        )
     check_input_shapes(q, k, v, gates, time)
     for name, x in {"k": k, "v": v}.items():
-        if x.dtype != q.dtype:
+        if not same_dtype(x, q):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
 
 
@@ -78,7 +88,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: Any, axis: str | None = None, name: str
         name: the name of ``q`` for the caller.
     """
     if isinstance(cu_seqlens, tuple):
-        if not all(isinstance(x, int) and not isinstance(x, bool) for x in cu_seqlens):
+        if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in cu_seqlens):
             raise TypeError(f"cu_seqlens: got {cu_seqlens!r}, expected an int32 or int64 array or a tuple of ints")
         shape: tuple[int, ...] = (len(cu_seqlens),)
     else:

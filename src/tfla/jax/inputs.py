@@ -50,7 +50,7 @@ class Spec(NamedTuple):
 
 def acc_dtype(x: Array) -> Any:
     """Return the dtype of the arithmetic and of states for q, k and v of the dtype of ``x``."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return jnp.float64 if jax.dtypes.canonicalize_dtype(x.dtype) == jnp.float64 else jnp.float32
 
 
 def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array
 
@@ -46,7 +47,7 @@ class State(NamedTuple):
             TypeError, ValueError: a size is no int or below 1 (batch: below 0), or dtype is no float dtype.
         """
         for name, size in {"batch": batch, "heads": heads, "dqk": dqk, "dhv": dhv}.items():
-            if isinstance(size, bool) or not isinstance(size, int):
+            if isinstance(size, bool) or not (isinstance(size, int) or jax.export.is_symbolic_dim(size)):
                 raise TypeError(f"{name}: got {size!r}, expected an int")
             if size < 0 or (name != "batch" and size == 0):
                 raise ValueError(f"{name}: got {size}, expected at least {int(name != 'batch')}")
@@ -104,7 +105,7 @@ class State(NamedTuple):
             if own is not None:
                 check_shape(f"states.{name}", given, (index.shape[0], *own.shape[1:]))
         pairs = zip(self, states, strict=True)
-        new = (None if a is None or b is None else _written(a, index, b.astype(a.dtype)) for a, b in pairs)
+        new = (None if a is None or b is None else _written(jnp.asarray(a), index, jnp.asarray(b)) for a, b in pairs)
         return State(*new)  # type: ignore[arg-type]
 
     def reset(self, rows: Any) -> State:
@@ -121,9 +122,9 @@ class State(NamedTuple):
 
     def _each(self, fn: Callable[[Array], Array]) -> State:
         """Return the state of fn of each array."""
-        return State(*(None if x is None else fn(x) for x in self))  # type: ignore[arg-type]
+        return State(*(None if x is None else fn(jnp.asarray(x)) for x in self))  # type: ignore[arg-type]
 
 
 def _written(x: Array, index: Array, new: Array) -> Array:
     """Return x, divided over devices as it is, with new values at some indices of its first dim."""
-    return divided(lambda x, at, new: x.at[at].set(new), axes_of(x), x, index, new)
+    return divided(lambda x, at, new: x.at[at].set(new), axes_of(x), x, index, new.astype(x.dtype))

@@ -115,8 +115,8 @@ def _steps(
     arrays = (None if x is None else jnp.asarray(x) for x in given)
     if not time:
         arrays = (None if x is None else x[:, None] for x in arrays)
-    ints = (None if t is None else jnp.asarray(t) for t in (lengths, state_indices))
-    x = StepInputs(*arrays, *state, *ints)  # type: ignore[arg-type, call-arg]
+    rest = (None if t is None else jnp.asarray(t) for t in (*state, lengths, state_indices))
+    x = StepInputs(*arrays, *rest)  # type: ignore[arg-type, call-arg]
     gpu = None if m_gradient else step_kernels.choose(backend, x)  # the kernel's m has no gradient
     if gpu is None:
         h, *new = _plain(spec, x)

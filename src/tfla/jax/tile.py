@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -174,7 +175,8 @@ def log_gate_gradients(terms: Array, reads: Array, writes: Array, between: Array
     # Each sum over i >= t > j is the one before plus a column minus a row. The one after the last step is 0 except for
     # rounding, which is spread evenly over the steps.
     gains = columns - strictly_lower.sum(-1)
-    crossing = before(gains) - jnp.arange(L, dtype=terms.dtype) / L * gains.sum(-1, keepdims=True)
+    at = jax.lax.broadcasted_iota(terms.dtype, gains.shape, gains.ndim - 1)
+    crossing = before(gains) - at / L * gains.sum(-1, keepdims=True)
     onward = jnp.where(jnp.tri(L, dtype=bool).T, reads[..., None, :], 0).sum(-1)
     diagonal = jnp.diagonal(terms, axis1=-2, axis2=-1)
     return writes + columns + diagonal, between[..., None] + onward + before(writes) + crossing

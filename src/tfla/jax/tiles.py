@@ -88,7 +88,7 @@ def _packing(at: Array, length: int, steps: int, bound: int) -> Packing:
     row = jnp.minimum(sequence, at.shape[0] - 2)
     used = sequence < at.shape[0] - 1
     own = tile - first[row]
-    token = (at[row] + own * steps)[:, None] + jnp.arange(steps, dtype=jnp.int32)
+    token = (at[row] + own * steps)[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
     valid = used[:, None] & (token < at[row + 1][:, None])
     every = jnp.arange(length, dtype=jnp.int32)
     of = jnp.searchsorted(at, every, side="right").astype(jnp.int32) - 1

@@ -38,7 +38,7 @@ def log_gate(f: Array, activation: str, A_log: Array | None, dt_bias: Array | No
         return clamp(f)
 
     def of_heads(x: Array) -> Array:  # (H,) or (H, dqk), beside f
-        return widen(x)[:, None] if f.ndim == 4 and x.ndim == 1 else widen(x)
+        return (widen(x)[:, None] if f.ndim == 4 and x.ndim == 1 else widen(x))[None, None]
 
     x = widen(f) if dt_bias is None else widen(f) + of_heads(dt_bias)
     rate = jnp.ones((), x.dtype) if A_log is None else jnp.exp(of_heads(A_log))

@@ -13,7 +13,7 @@ def check_arrays(x: DeltaArrays, time: bool = True) -> None:
     """Check shapes and dtypes of one call; arrays have the dim T with ``time``."""
     checks.check_inputs(x.q, x.k, x.v, {} if x.beta is None else {"beta": x.beta}, time=time)
     check_further_arrays(checks, x.q, x.k, x.v, x.log_f, x.read_key, x.A_log, x.dt_bias)
-    if x.read_key is not None and x.read_key.dtype != x.k.dtype:
+    if x.read_key is not None and not checks.same_dtype(x.read_key, x.k):
         raise TypeError(f"read_key: got dtype {x.read_key.dtype}, expected that of q, {x.q.dtype}")
 
 

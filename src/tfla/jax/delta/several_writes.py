@@ -134,7 +134,7 @@ def dplr(
     for name, x in {"q": q, "k": k, "a": a, "b": b}.items():
         checks.check_float(name, x)
         checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
-        if x.dtype != q.dtype:
+        if not checks.same_dtype(x, q):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
     checks.check_float("v", v)
     check_input_shapes(q, k, v, {}, time=True)
