@@ -255,6 +255,25 @@ def test_rows_of_a_state(name: str, rows: Any) -> None:
     same_message((TypeError, ValueError), getattr(state, name), getattr(of_jax, name), {"rows": rows} | more)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"C": None}, TypeError, "initial_state.C: got NoneType, expected an array"),
+        ({"C": jnp.zeros((4, 4, 5, 7), int)}, TypeError, "initial_state.C: got dtype int64, expected a float dtype: "),
+        ({"C": jnp.zeros((4, 4, 5))}, ValueError, "initial_state.C: got shape (4, 4, 5), expected (rows, H, dqk, dhv)"),
+        ({"n": jnp.zeros((2, 4, 5))}, ValueError, "initial_state.n: got shape (2, 4, 5), expected (4, H, dqk)"),
+        ({"m": jnp.zeros((2, 4), int)}, TypeError, "initial_state.m: got dtype int64, expected a float dtype: "),
+    ],
+    ids=["missing", "integers", "dims", "rows", "integers_m"],
+)
+def test_pools_of_whole_sequences(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    """Rows that a part lacks were read as zeros."""
+    pool = tfla.jax.State.zeros(4, 4, 5, 7)._replace(**change)
+    for more in ({}, {"return_state": True, "states_every": 2}):
+        with pytest.raises(error, match="^" + re.escape(text)):
+            tfla.jax.mlstm(**some(), initial_state=pool, state_indices=jnp.array([3, 1]), **more)
+
+
 def test_rows_on_other_devices_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host would wait for them; results are those that the docstrings name."""
     state = tfla.jax.State(jnp.arange(3.0).reshape(3, 1, 1, 1))

@@ -17,7 +17,7 @@ from tfla.jax.state import State
 
 
 def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
-    """Check the indices (sequences,) of rows of a pool: -1 or a row, each at most once.
+    """Check a pool, whose parts have equal rows, and the indices (sequences,) of them: -1 or a row, each at most once.
 
     The values of arrays that are traced or on other devices than CPUs are not checked: the host would wait for them.
 
@@ -32,6 +32,15 @@ def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
     """
     if not isinstance(pool, State):
         raise TypeError(f"state_indices: got them with {name} {type(pool).__name__}, expected tfla.jax.State, the pool")
+    checks.check_float(f"{name}.C", pool.C)
+    checks.check_shape(f"{name}.C", pool.C, ("rows", "H", "dqk", "dhv"))
+    for part, x, dims in (
+        ("n", pool.n, ("H", "dqk")),
+        ("m", pool.m, ("H",)),
+    ):  # rows that are not there would be read as zeros
+        if x is not None:
+            checks.check_float(f"{name}.{part}", x)
+            checks.check_shape(f"{name}.{part}", x, (pool.C.shape[0], *dims))
     if not checks.is_array(indices) or str(indices.dtype) not in checks.INTS:
         got = indices.dtype if checks.is_array(indices) else type(indices).__name__
         raise TypeError(f"state_indices: got {got}, expected an int32 or int64 array")

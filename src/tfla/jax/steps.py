@@ -116,7 +116,7 @@ def _steps(
     if not time:
         arrays = (None if x is None else x[:, None] for x in arrays)
     rest = (None if t is None else jnp.asarray(t) for t in (*state, lengths, state_indices))
-    x = StepInputs(*arrays, *rest)  # type: ignore[arg-type, call-arg]
+    x = StepInputs(*arrays, *rest)  # type: ignore[arg-type]
     gpu = None if m_gradient else step_kernels.choose(backend, x)  # the kernel's m has no gradient
     if gpu is None:
         h, *new = _plain(spec, x)
