@@ -417,6 +417,21 @@ def test_refuses_what_does_not_fit() -> None:
             ours.mLSTMBackendConfig(**refused)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("i", [-80.0, -89.0, -300.0])
+def test_steps_after_closed_input_gates(i: float, gradients: bool) -> None:
+    """exp(-m) overflows in float32, so that h is 0, as in the package; it was NaN with an eps above 0."""
+    x = a_step(torch.float32, torch.float32)
+    x |= {"i": torch.full_like(x["i"], i), "m": torch.full_like(x["m"], -1e4), "c": x["c"] * 0, "n": x["n"] * 0}
+    x = {name: t.detach().requires_grad_(gradients) for name, t in x.items()}
+    found, expected = (flat(m.get_mlstm_step_kernel("native")(**x)) for m in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert a.isfinite().all()
+        assert torch.allclose(a, b, rtol=1e-5)
+    if gradients:
+        assert all(g.isfinite().all() for g in torch.autograd.grad(found[0].sum(), [x[n] for n in "qkvif"]))
+
+
 WRONG_TENSORS = (None, "x", 3, [1.0], torch.ones(2, dtype=torch.long))
 WRONG_EPSILONS = ("1e-6", None, [1e-6], True, torch.ones(2), float("nan"), float("inf"), -1e-6)
 WRONG_DTYPES = ("float32", torch.int32, 4)

@@ -15,6 +15,8 @@ from tfla.ops.gates import clamp, log_gates
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher
 
+LARGEST = 1e30  # bounds exp(-m), which overflows where all gates are closed: inf / (inf + eps) is NaN
+
 
 def compute_steps(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     """Compute the steps one after another with the step of the reference.
@@ -45,7 +47,7 @@ def compute_steps(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
             q_t, k_t, v_t, i_t, f_t = (part[:, t].to(dtype) for part in (q, k, x.v, log_i, log_f))
             h, d, now = reference_step(q_t, k_t, v_t, i_t, f_t, *now, spec.scale, normalize)
             if spec.eps:
-                d = bounded_denominator(d, now[2])
+                d = bounded_denominator(d, now[2]).clamp(max=LARGEST)
                 h = h * (d / (d + spec.eps))[..., None]
             hs.append(h.to(x.v.dtype))
             if lengths is None:
