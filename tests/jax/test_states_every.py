@@ -149,3 +149,21 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
     run, x, _ = arrays("mlstm")
     with pytest.raises(error, match=f"^{message}"):
         run(**{"return_state": True, "states_every": 4} | x | change)
+
+
+@pytest.mark.parametrize("name", ["mlstm", "delta_rule"])
+def test_heads_of_v_divided_beside_whole_queries(name: str) -> None:
+    """Types of states say over which mesh axes any input differs, not the queries alone."""
+    key = jax.random.key(0)
+    q, v, gate = (jax.random.normal(key, (1, 6, *dims)) for dims in ((1, 4), (1, 3), (1,)))
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads, whole = jax.P(None, None, "heads"), jax.P()
+
+    def run(*x: Any) -> Any:
+        return getattr(tfla.jax, name)(*x, return_state=True, states_every=2)
+
+    given = q, q, v, jax.nn.sigmoid(gate), -jnp.abs(gate)
+    specs = whole, whole, heads, heads, heads
+    divided = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(heads, jax.P(None, "heads"), heads))
+    for a, b in zip(jax.tree.leaves(divided(*given)), jax.tree.leaves(run(*given)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)

@@ -34,11 +34,8 @@ def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
         raise TypeError(f"state_indices: got them with {name} {type(pool).__name__}, expected tfla.jax.State, the pool")
     checks.check_float(f"{name}.C", pool.C)
     checks.check_shape(f"{name}.C", pool.C, ("rows", "H", "dqk", "dhv"))
-    for part, x, dims in (
-        ("n", pool.n, ("H", "dqk")),
-        ("m", pool.m, ("H",)),
-    ):  # rows that are not there would be read as zeros
-        if x is not None:
+    for part, x, dims in (("n", pool.n, ("H", "dqk")), ("m", pool.m, ("H",))):
+        if x is not None:  # rows that are not there would be read as zeros
             checks.check_float(f"{name}.{part}", x)
             checks.check_shape(f"{name}.{part}", x, (pool.C.shape[0], *dims))
     if not checks.is_array(indices) or str(indices.dtype) not in checks.INTS:

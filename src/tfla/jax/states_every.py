@@ -73,7 +73,7 @@ def with_states_every(
     start = State(*(None if x is None else jnp.asarray(x).astype(acc_dtype(q)) for x in start))  # type: ignore[arg-type]
     there = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
     # Scans need equal types of what they carry.
-    start = State(*(None if x is None else as_state_of(there["v"], x) for x in vary_alike(*start, q)[:3]))  # type: ignore[arg-type]
+    start = State(*(None if x is None else as_state_of(there["v"], x) for x in vary_alike(*start, *there.values())[:3]))  # type: ignore[arg-type]
     if cu_seqlens is None:
         h, last, states = _dense(operator, there, every, start)
     else:
