@@ -462,3 +462,29 @@ def test_wrong_indices_of_a_prefill(form: str) -> None:
     wide = pool._replace(C=pool.C[:1].expand(pool.C.shape))
     with pytest.raises(ValueError, match=r"^initial_state.C: got strides .*, expected no 0"):
         call(wide, state_indices=torch.tensor(INDICES), return_state=True)
+
+
+POOL = {"C": torch.zeros(5, 2, 8, 6), "n": torch.zeros(5, 2, 8), "m": torch.zeros(5, 2)}
+BAD_POOLS = {
+    "no C": ({"C": None}, TypeError, "C: got NoneType, expected a tensor"),
+    "list": ({"n": [0.0]}, TypeError, "n: got list, expected a tensor"),
+    "fewer rows of n": ({"n": torch.zeros(3, 2, 8)}, ValueError, r"n: got shape \(3, 2, 8\), expected \(5, 2, 8\)"),
+    "more rows of m": ({"m": torch.zeros(7, 2)}, ValueError, r"m: got shape \(7, 2\), expected \(5, 2\)"),
+    "integers": ({"n": torch.zeros(5, 2, 8, dtype=torch.int64)}, TypeError, "n: got dtype torch.int64, expected"),
+    "one state": ({"C": torch.zeros(2, 8, 6)}, ValueError, r"C: got shape \(2, 8, 6\), expected \(rows, H, dqk, dhv\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "error", "words"), BAD_POOLS.values(), ids=BAD_POOLS)
+def test_parts_of_a_pool_that_do_not_fit(parts: dict[str, Any], error: type[Exception], words: str) -> None:
+    p = problem("exp", B=2, T=3, H=2, Hq=2, K=8, V=6, dtype=torch.float32)
+    pool, indices = tfla.State(**POOL | parts), torch.tensor([4, 1])
+    x = [getattr(p, name) for name in "qkvif"]
+    step = [t[:, 0] for t in x]
+    for every in (None, 2):
+        with pytest.raises(error, match=f"^initial_state.{words}"):
+            tfla.mlstm(*x, initial_state=pool, state_indices=indices, return_state=True, states_every=every)
+    with pytest.raises(error, match=f"^state.{words}"):
+        tfla.mlstm_step(*step, pool, state_indices=indices)
+    with pytest.raises(error, match=f"^state.{words}"):
+        tfla.mlstm_steps(*x, pool, state_indices=indices)

@@ -89,7 +89,10 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
 
 def check_step_state(state: object, indices: object, q: Tensor, v: Tensor, normalize: bool) -> State:
     """Check the state of decoding steps, with indices a pool of any number of states, and the indices; return it."""
-    rows = q.shape[0] if indices is None or not isinstance(state, State) else state.C.shape[0]
+    rows = q.shape[0]
+    if indices is not None and isinstance(state, State):
+        check_pool(state, "state")
+        rows = state.C.shape[0]
     found = check_state(state, rows, q, v, normalize, "state")
     if indices is not None:
         check_state_indices(indices, q.shape[0], found)
@@ -208,6 +211,22 @@ def check_values_of_lengths(lengths: Tensor, T: int) -> None:
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0 or high > T:
         raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {T}")
+
+
+def check_pool(pool: State, name: str) -> None:
+    """Check that the parts of a pool of states are float tensors with equally many rows on one device.
+
+    Kernels would access rows that are not there. Other dimensions are checked with the states of a call.
+    """
+    check_float(f"{name}.C", pool.C)
+    if pool.C.dim() != 4:
+        raise ValueError(f"{name}.C: got shape {tuple(pool.C.shape)}, expected (rows, H, dqk, dhv)")
+    for part, x in {"n": pool.n, "m": pool.m}.items():
+        if x is not None:
+            check_float(f"{name}.{part}", x)
+            check_shape(f"{name}.{part}", x, (pool.C.shape[0], *x.shape[1:]))
+            if x.device != pool.C.device:
+                raise ValueError(f"{name}.{part}: got device {x.device}, expected that of {name}.C, {pool.C.device}")
 
 
 def check_state_indices(indices: object, batch: int, state: State) -> None:

@@ -161,7 +161,7 @@ def attend_by_index(
         raise TypeError(
             f"state_indices: got them with initial_state {type(pool).__name__}, expected tfla.State, the pool"
         )
-    checks.check_float("initial_state.C", pool.C)
+    checks.check_pool(pool, "initial_state")
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_state_indices(indices, sequences, pool)
     indices = checked(indices, pool)
