@@ -136,6 +136,20 @@ def test_steps(theirs: Any, eps: float) -> None:
     assert {str(a.dtype) for a in new} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("i", [-80.0, -95.0, -1e4])
+def test_gradients_of_steps_after_closed_input_gates(i: float) -> None:
+    """exp(-m) overflows in float32; gradients of the gates were NaN."""
+    x = {name: a[:, :, 0].astype(jnp.float32) for name, a in inputs().items()}
+    x |= {"i": jnp.full_like(x["i"], i)[..., None], "f": x["f"][..., None]}
+    s = {name.removesuffix("_initial"): jnp.zeros_like(a, dtype=jnp.float32) for name, a in states().items()}
+    s["m"] = jnp.full_like(s["m"], -1e4)[..., None]
+    kernel = ours.get_mlstm_step_kernel("native")
+    h, gradients = jax.value_and_grad(lambda x: kernel(**x, **s, eps=1e-6)[0].sum())(x)
+    assert abs(h) < 1e-6
+    for name, g in gradients.items():
+        assert jnp.isfinite(g).all(), name
+
+
 def test_wrong_arguments() -> None:
     x = inputs(8)
     kernel = ours.get_mlstm_kernel("chunkwise--native_autograd")

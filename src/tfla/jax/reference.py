@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from tfla.jax.explicit import across_explicit_axes
@@ -24,8 +25,12 @@ Triple = tuple[Array, Any, Any]  # C, n, m; without a normalizer n and m are Non
 
 
 def bounded_denominator(d: Array, m: Array) -> Array:
-    """Return max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilized d, but never 0, so that 0 / 0 is 0."""
-    floor = jnp.maximum(jnp.exp(-m), jnp.finfo(m.dtype).tiny)
+    """Return max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilized d, but never 0, so that 0 / 0 is 0.
+
+    exp(-m) is bounded: where it overflows, the gradient of m would be NaN.
+    """
+    largest = np.log(jnp.finfo(m.dtype).max) - 1
+    floor = jnp.maximum(jnp.exp(jnp.minimum(-m, largest)), jnp.finfo(m.dtype).tiny)
     return jnp.where(jnp.abs(d) > floor, jnp.abs(d), floor)
 
 
