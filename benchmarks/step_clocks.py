@@ -66,7 +66,7 @@ def _mark(mark: gl.constexpr, tile, half: gl.constexpr):
 
 
 def with_marks(source: str) -> tuple[str, list[str]]:
-    """Return the source of a module with marks in `process_tile`, and their names: steps, and barriers that came.
+    """Return the source of a module with marks in `process_tile`, and their names: steps, and waits that are over.
 
     Raises:
         ValueError: The module has no `process_tile` whose steps can be marked.
@@ -90,7 +90,7 @@ def with_marks(source: str) -> tuple[str, list[str]]:
             mark(step[1] if step else "end")
         lines.append(line)
         if wait := re.match(r"    mbarrier\.wait\(shared\.(\w+)", line):
-            mark(f"{wait[1]} came")
+            mark(f"after {wait[1]}")
     if names[-1] != "end":
         mark("end")
     if len(names) > MARKS:
@@ -98,9 +98,8 @@ def with_marks(source: str) -> tuple[str, list[str]]:
     text = MARK.replace("ADDRESS", ADDRESS)
     for name, value in (("CONSUMERS", CONSUMERS), ("TILES", TILES), ("MARKS", MARKS)):
         text = text.replace(name, str(value))
-    return source[: found.start()] + text + "\n" + source[found.start() : found.end()] + "\n".join(lines) + source[
-        end:
-    ], names
+    signature, body = source[found.start() : found.end()], "\n".join(lines)
+    return f"{source[: found.start()]}{text}\n{signature}{body}{source[end:]}", names
 
 
 def call_of_model(given: argparse.Namespace) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, error, problem
+from cases import INTERPRETED, alike, problem
 from test_hopper import simulation
 from torch import Tensor
 
@@ -201,11 +201,6 @@ def test_a_batch_takes_the_rows(
         assert own.shape == expected_h.shape
         assert torch.equal(own[~lacking], expected_h[~lacking])
         assert own[lacking].isnan().all()
-
-
-def alike(a: tfla.State, b: tfla.State) -> bool:
-    """Return whether states differ by rounding at most: GPUs have a kernel of its own for packed sequences."""
-    return all(s is t is None or error(s, t) <= 1e-6 for s, t in zip(a, b, strict=True))  # type: ignore[arg-type]
 
 
 def without_matrices(method: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, error, params, problem
+from cases import FORMS, alike, params, problem
 from delta_cases import delta_problem, options
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,10 +69,6 @@ def setting(form: str, device: str, T: int = 3, several: bool = True) -> tuple[C
 
 def same(a: tfla.State, b: tfla.State) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def alike(a: tfla.State, b: tfla.State) -> bool:
-    return all(x is y is None or error(x, y) <= 1e-6 for x, y in zip(a, b, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.interpreter

@@ -27,10 +27,11 @@ Triple = tuple[Array, Any, Any]  # C, n, m; without a normalizer n and m are Non
 def bounded_denominator(d: Array, m: Array) -> Array:
     """Return max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilized d, but never 0, so that 0 / 0 is 0.
 
-    exp(-m) is bounded: where it overflows, the gradient of m would be NaN.
+    Where exp(-m) would overflow, it is about the largest number of the dtype: the gradient of m would else be NaN.
     """
-    largest = np.log(jnp.finfo(m.dtype).max) - 1
-    floor = jnp.maximum(jnp.exp(jnp.minimum(-m, largest)), jnp.finfo(m.dtype).tiny)
+    info = jnp.finfo(m.dtype)
+    largest = float(np.log(float(info.max)) * (1 - 4 * float(info.eps)))  # exp of it does not overflow when rounded
+    floor = jnp.maximum(jnp.exp(jnp.minimum(-m, largest)), info.tiny)
     return jnp.where(jnp.abs(d) > floor, jnp.abs(d), floor)
 
 
