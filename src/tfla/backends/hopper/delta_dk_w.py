@@ -1,10 +1,11 @@
 """dk_w in memory: the part of dk that comes from writing, which one scan of the delta rule stores and the other reads.
 
-`delta_dv_dk_kernel` has tiles of it with steps as rows of accumulators, `delta_dq_dk_kernel`, and for wider heads
-`dq_dk_kernel`, need them with steps as columns. Shared memory of the first two has no room for it, so each thread
-stores and loads what it holds. Of each 16 numbers of a step those that a thread holds are next to each other, the first
-and the ninth, the second and the tenth, and so on: a warp then moves whole sectors. The 128 numbers of a step stay
-together, so that dk can lie in the same memory, and TMA can bring tiles of it.
+`delta_dv_dk_kernel` has tiles of it with steps as rows of accumulators. Its shared memory has no room for them, so each
+thread stores what it holds, and loads it where a later launch adds to it. Of each 16 numbers of a step those that a
+thread holds are next to each other, the first and the ninth, the second and the tenth, and so on: a warp then moves
+whole sectors. The 128 numbers of a step stay together, so that dk can lie in the same memory, and TMA can bring tiles
+of it to `delta_dq_dk_kernel`, and for wider heads to `dq_dk_kernel`. These need them with steps as columns. The two
+numbers of a thread are next to each other for them, too, and a warp loads them from all banks of shared memory at once.
 """
 
 from triton.experimental import gluon
@@ -25,7 +26,7 @@ def layout_by_rows():
 
 @gluon.constexpr_function
 def layout_by_columns():
-    """Return the layout in memory, (64, 64), of what threads hold of accumulators (64, 64) whose columns are steps."""
+    """Return the layout in tiles, (64, 64), of what threads hold of accumulators (64, 64) whose columns are steps."""
     registers = [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]]
     return gl.DistributedLinearLayout(
         registers, [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]], [], [64, 64]
@@ -33,7 +34,7 @@ def layout_by_columns():
 
 
 @gluon.jit
-def pointers(dk_w, t, column, work_tile, params, layout: gl.constexpr, config):
+def pointers(dk_w, t, column, work_tile, params, config):
     """Return pointers (L, 64) to dk_w from step `t` and `column` on, and which steps exist, (L, 1).
 
     Args:
@@ -42,9 +43,9 @@ def pointers(dk_w, t, column, work_tile, params, layout: gl.constexpr, config):
         column: The first of 64 columns.
         work_tile: The work tile.
         params: The numbers of the scheduler.
-        layout: `layout_by_rows` or `layout_by_columns`.
         config: Constants.
     """
+    layout: gl.constexpr = layout_by_rows()
     step = gl.arange(0, config.L, gl.SliceLayout(1, layout))
     of_row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
     H = scheduler.rematerialize(params.H)  # the offsets of all steps would be kept
@@ -58,10 +59,9 @@ def pointers(dk_w, t, column, work_tile, params, layout: gl.constexpr, config):
 def store(x, dk_w, t, column, work_tile, params, config):
     """Store accumulators `x`, (L, 64), as 64 columns of dk_w of the tile at step `t`."""
     L: gl.constexpr = config.L
-    layout: gl.constexpr = layout_by_rows()
     x = gl.permute(gl.reshape(x.to(dk_w.dtype.element_ty), [L, 4, 2, 8]), (0, 1, 3, 2))
-    x = gl.convert_layout(gl.reshape(x, [L, 64]), layout, assert_trivial=True)
-    to, inside = pointers(dk_w, t, column, work_tile, params, layout, config)
+    x = gl.convert_layout(gl.reshape(x, [L, 64]), layout_by_rows(), assert_trivial=True)
+    to, inside = pointers(dk_w, t, column, work_tile, params, config)
     gl.store(to, x, mask=inside)
 
 
@@ -69,20 +69,14 @@ def store(x, dk_w, t, column, work_tile, params, config):
 def load(dk_w, t, column, work_tile, params, config):
     """Return 64 columns of dk_w of the tile at step `t`, (L, 64), as `store` takes them; 0 after the last step."""
     L: gl.constexpr = config.L
-    at, inside = pointers(dk_w, t, column, work_tile, params, layout_by_rows(), config)
+    at, inside = pointers(dk_w, t, column, work_tile, params, config)
     x = gl.permute(gl.reshape(gl.load(at, inside, 0.0), [L, 4, 8, 2]), (0, 1, 3, 2))
     return gl.convert_layout(gl.reshape(x, [L, 64]), mma.accumulator_layout(64), assert_trivial=True)
 
 
 @gluon.jit
-def transposed(x, L: gl.constexpr):
-    """Return 64 columns of a tile of dk_w, (L, 64) in `layout_by_columns`, as transposed accumulators, (64, L)."""
-    x = gl.permute(gl.reshape(x, [L, 4, 8, 2]), (1, 3, 2, 0))
+def load_transposed(tile):
+    """Return a tile (L, 64) of dk_w in shared memory as transposed accumulators, (64, L), in its dtype."""
+    L: gl.constexpr = tile.shape[0]
+    x = gl.permute(gl.reshape(tile.load(layout_by_columns()), [L, 4, 8, 2]), (1, 3, 2, 0))
     return gl.convert_layout(gl.reshape(x, [64, L]), mma.accumulator_layout(L), assert_trivial=True)
-
-
-@gluon.jit
-def load_transposed(dk_w, t, column, work_tile, params, config):
-    """Return 64 columns of dk_w of the tile at step `t`, transposed, (64, L), in its dtype; 0 after the last step."""
-    at, inside = pointers(dk_w, t, column, work_tile, params, layout_by_columns(), config)
-    return transposed(gl.load(at, inside, 0.0), config.L)

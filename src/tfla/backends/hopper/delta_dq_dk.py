@@ -40,7 +40,9 @@ for each reader apart, and for q also what (7) adds. A dot warp adds them up whi
 
     consumers 0 and 1 --summed (sums of tile n)--> dot warp --factors (of q and k in tile n)--> consumers 0 and 1
 
-dk_w is never in shared memory: each thread loads what it adds to, see `delta_dk_w.py`. dk can lie in its memory.
+dk_w of a tile takes the place of its do, which step (1) reads last. dk can lie in the memory of dk_w:
+
+    consumers 0 and 1 --do_read (step (1) of tile n is done)--> load warp --dk_w_full (step (8))--> consumers 0 and 1
 
 The docstring of `dq_dk.py` shows which of the other partitions waits for which. A stage of the ring has 80 KiB: 16 KiB
 for each of q, k, E, do and dv. The ring has two stages.
@@ -102,7 +104,6 @@ class GlobalPointers(NamedTuple):
 
     dq: Any  # TMA descriptor
     dk: Any  # TMA descriptor
-    dk_w: Any  # (B, T, H, ROWS), in the order of `delta_dk_w.py`
     state_in: Any  # C before the first step, (sequences, H, dqk, dhv)
     checkpoints: Any  # dC at checkpoints, (checkpoints, H, ROWS, COLUMNS), in the order of `checkpoints.py`
     dots: Any  # parts of <C, dC> there, (checkpoints, H, 8)
@@ -116,12 +117,14 @@ class SharedStorage(NamedTuple):
     q: Any  # and then dq, (2 STAGES, L, 64): one tile for each consumer
     k: Any  # and then dk, (2 STAGES, L, 64)
     e: Any  # (STAGES, L, COLUMNS)
-    do: Any  # (STAGES, L, COLUMNS)
+    do: Any  # and then dk_w, (STAGES, L, COLUMNS)
     dv: Any  # (STAGES, L, COLUMNS)
     g: Any  # the vectors of each tile, (STAGES, `delta_tiles.count_vectors` L)
     sums: Any  # for the store warp, (STAGES, PARTS L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
+    do_read: Any  # barrier: both consumers have read do of a tile
+    dk_w_full: Any  # barrier: dk_w of the tile has arrived in its place
     # What consumers exchange:
     p: Any  # S_q, S_k and the rounding errors of S_q, each of this tile and of the next, (6, L, L)
     ready: Any  # barriers, (2): both halves of them are stored
@@ -180,12 +183,23 @@ def run_dot_warp(source, dbeta, shared, params, config):
 
 
 @gluon.jit
-def run_load_warp(Q, K, E, DO, DV, shared, params, group_size, config):
-    """Load the tiles of q, k, E, do and dv to shared memory by TMA.
+def load_dk_w(DK_W, n, tile, shared, params):
+    """Load dk_w of tile n, which is at `tile`, to the place of its do when both consumers have read that."""
+    b, h, t, end = tile
+    mbarrier.wait(shared.do_read, n & 1)
+    mbarrier.expect(shared.dk_w_full, DK_W.block_type.nbytes)
+    at = scheduler.tile_coordinates(b, h, t, 0, end, params)
+    pipeline.async_load(DK_W, at, shared.dk_w_full, shared.do.index(n % STAGES))
+
+
+@gluon.jit
+def run_load_warp(Q, K, E, DO, DV, DK_W, shared, params, group_size, config):
+    """Load the tiles of q, k, E, do and dv to shared memory by TMA, after each tile dk_w of the one before.
 
     Args:
         Q, K: TMA descriptors of q and k, in tiles (L, 64), two a program.
         E, DO, DV: TMA descriptors of E, do and dv, in tiles (L, COLUMNS).
+        DK_W: TMA descriptor of dk_w, in tiles like those of do.
         shared: Shared memory.
         params: The numbers of the scheduler.
         group_size: Heads of v that share a head of q and k.
@@ -193,6 +207,7 @@ def run_load_warp(Q, K, E, DO, DV, shared, params, group_size, config):
     """
     L: gl.constexpr = config.L
     n = 0
+    previous_b, previous_h, previous_t, previous_end = 0, 0, 0, 0
     for index in range(gl.program_id(1), params.num_work_tiles, gl.num_programs(1)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
         for i in range(0, (steps + L - 1) // L):
@@ -207,8 +222,14 @@ def run_load_warp(Q, K, E, DO, DV, shared, params, group_size, config):
                 at = scheduler.tile_coordinates(b, h // group_size, t, 64 * half, end, params)
                 pipeline.async_load(K, at, bar, shared.k.index(2 * s + half))
                 pipeline.async_load(Q, at, bar, shared.q.index(2 * s + half))
+            # The stage of this tile is empty before consumers have read do of the one before.
+            if n > 0:
+                load_dk_w(DK_W, n - 1, (previous_b, previous_h, previous_t, previous_end), shared, params)
+            previous_b, previous_h, previous_t, previous_end = b, h, t, end
             n += 1
     pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
+    if n > 0:
+        load_dk_w(DK_W, n - 1, (previous_b, previous_h, previous_t, previous_end), shared, params)
 
 
 @gluon.jit
@@ -383,6 +404,8 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
     # (2) dq and dk of the previous tile have left: its stage is empty.
     release_previous(pipe_state, shared)
     Q, R, A = warpgroup_mma_wait(0, deps=[Q, R, A])
+    pipeline.barrier()  # all warps of this consumer have waited
+    mbarrier.arrive(shared.do_read, count=1)
     Q *= delta_tiles.load_of_reads(g, True, L, of_out, config) * gmem.scale
     R *= -delta_tiles.load_of_reads(g, False, L, of_out, config)
     k = shared.k.index(2 * s + half)
@@ -421,7 +444,9 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
         mbarrier.wait(shared.factors, n & 1)
         Q -= corrections(q, g, QUERY_FACTOR, of_out, L)
     store_output(Q, q, gmem.dq, t, work_tile, ids, params)
-    R += delta_dk_w.load_transposed(gmem.dk_w, t, ids.column, work_tile, params, config).to(gl.float32)
+    mbarrier.wait(shared.dk_w_full, n & 1)
+    dk_w = shared.do.index(s).reshape([L, COLUMNS]).slice(half * 64, 64, 1)
+    R += delta_dk_w.load_transposed(dk_w).to(gl.float32)
     if config.NORMALIZED:
         R -= corrections(k, g, KEY_FACTOR, of_out, L)
     store_output(R, k, gmem.dk, t, work_tile, ids, params)
@@ -467,7 +492,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 @gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_dq_dk_kernel(
     Q, K, E, DO, DV_in, DQ_out, DK_out, do_e, sums, pairs, checkpoints, dots, gates, beta, norms, query_norms, dbeta,
-    state_in, schedule, dk_w, T, tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
+    state_in, schedule, DK_W, T, tiles_per_head, H, group_size, num_work_tiles, stride_b, stride_t, stride_h, scale,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, CHECKPOINT_STEPS: gl.constexpr, GATED: gl.constexpr,
     NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
 ):  # fmt: skip
@@ -491,8 +516,8 @@ def delta_dq_dk_kernel(
         dbeta: (B, T, H) float32, with NORMALIZED.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
         schedule: Schedule of packed sequences, with IS_VARLEN.
-        dk_w: The gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`. It may be that of
-            DK_out: hosts of plans allow that for the last tensor.
+        DK_W: TMA descriptor of the gradient of keys as writers, (B, T, H, ROWS), in the order of `delta_dk_w.py`, in
+            tiles like those of DO. DK_out may lie in its memory: hosts of plans allow that for the last tensor.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.
@@ -502,14 +527,14 @@ def delta_dq_dk_kernel(
         scale: The factor of the queries.
     """
     partitions(
-        (Q, K, E, DO, DV_in),
+        (Q, K, E, DO, DV_in, DK_W),
         delta_tiles.WriteSource(
             vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
             tiles_per_head=tiles_per_head, key_norms=norms, query_norms=query_norms, do_e=do_e, scale=scale,
         ),
         sums, pairs, dbeta, group_size,
         GlobalPointers(
-            dq=DQ_out, dk=DK_out, dk_w=dk_w, state_in=state_in, checkpoints=checkpoints, dots=dots, scale=scale
+            dq=DQ_out, dk=DK_out, state_in=state_in, checkpoints=checkpoints, dots=dots, scale=scale
         ),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
@@ -524,7 +549,7 @@ def delta_dq_dk_kernel(
 @gluon.jit
 def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, config):
     """Allocate shared memory and start the partitions of the program: two consumers and three or four single warps."""
-    Q, K, E, DO, DV = tensors
+    Q, K, E, DO, DV, DK_W = tensors
     L: gl.constexpr = config.L
     RESULT: gl.constexpr = SUMS_OF_READERS if config.GATED else NO_RESULT
     full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(RESULT), 2)
@@ -538,6 +563,8 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
         sums=pipeline.allocate_vectors(gl.float32, STAGES, PARTS * L),
         full=full,
         empty=empty,
+        do_read=pipeline.allocate_barrier(2),
+        dk_w_full=pipeline.allocate_barrier(1),
         p=pipeline.allocate_operands(Q.dtype, 6, L, L),
         ready=pipeline.allocate_barriers(2, 2),
         key_reads=pipeline.allocate_vectors(gl.float32, 1, 8 * L) if config.NORMALIZED else None,
@@ -554,7 +581,7 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
             [
                 (run_consumer, (0, gmem, shared, params, config)),
                 (run_consumer, (1, gmem, shared, params, config)),
-                (run_load_warp, (Q, K, E, DO, DV, shared, params, group_size, config)),
+                (run_load_warp, (Q, K, E, DO, DV, DK_W, shared, params, group_size, config)),
                 (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
                 (store_warp.run_store_warp, (
                     shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
@@ -569,7 +596,7 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
             [
                 (run_consumer, (0, gmem, shared, params, config)),
                 (run_consumer, (1, gmem, shared, params, config)),
-                (run_load_warp, (Q, K, E, DO, DV, shared, params, group_size, config)),
+                (run_load_warp, (Q, K, E, DO, DV, DK_W, shared, params, group_size, config)),
                 (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
                 (store_warp.run_store_warp, (
                     shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
@@ -615,7 +642,8 @@ def launch(
         host.descriptor(base, dh, columns), host.descriptor(base, dv, columns), host.descriptor(base, dq, 64),
         host.descriptor(base, dk, 64), do_e, *sums, gates, ctx.beta,
         *(ctx.norms_apart or (gates, gates)), dbeta,
-        gates if initial is None else initial, base.schedule, dk_w, *delta_tiles.kernel_scalars(ctx),
+        gates if initial is None else initial, base.schedule, host.descriptor(base, dk_w, columns),
+        *delta_tiles.kernel_scalars(ctx),
         DK=base.K, DV=base.V, L=base.L, CHECKPOINT_STEPS=base.checkpoint_steps, GATED=ctx.gated,
         NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed, USE_INITIAL_STATE=initial is not None, num_warps=4,
     )  # fmt: skip

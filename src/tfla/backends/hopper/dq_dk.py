@@ -606,8 +606,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     if config.READER == QUERIES:  # what queries read of their own steps' writes
         out += x_t.to(gl.float32) * gl.expand_dims(shared.same.index(s).load(gl.SliceLayout(0, out.type.layout)), 0)
     if config.READER == READ_KEYS:  # what keys add as writers
-        of_writing = w.reshape([L, 64]).load(delta_dk_w.layout_by_columns())
-        out += delta_dk_w.transposed(of_writing, L).to(gl.float32)
+        out += delta_dk_w.load_transposed(w.reshape([L, 64])).to(gl.float32)
     if config.ACCUMULATE_DN:
         # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)
