@@ -9,9 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
-from gluon_simulator import language, simulated
+from gluon_simulator import language, memory, simulated
 from gluon_simulator.clocks import RaceError
-from gluon_simulator.values import Number
+from gluon_simulator.values import Number, Pointer
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -73,6 +73,15 @@ def test_what_is_left_out_is_found(without: str) -> None:
     error, message = FAULTS[without]
     with pytest.raises(error, match=message):
         run(without)
+
+
+def test_prefetches_are_of_whole_units_inside_a_tensor() -> None:
+    pointer = Pointer.to_first(torch.zeros(64, dtype=torch.float16))
+    memory.prefetch(pointer + 8, 112)
+    with pytest.raises(IndexError, match="element 71 of a tensor that has 64"):
+        memory.prefetch(pointer + 8, 128)
+    with pytest.raises(AssertionError, match="parts of 16 bytes"):
+        memory.prefetch(pointer + 1, 16)
 
 
 def test_modules_are_as_before() -> None:

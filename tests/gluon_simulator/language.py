@@ -131,16 +131,21 @@ def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) ->
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
-    """Run inline assembly: moves, products, reciprocals, fused multiply-adds, bounds and waits for TMA stores."""
+    """Run inline assembly: moves, products, reciprocals, fused multiply-adds, bounds, prefetches, waits for TMA stores.
+
+    Predicates are those of the one thread of a warp that `elect.sync` elects.
+    """
     results = constraints.count("=")  # two are those of a pair of elements
     registers: dict[str, Any] = {f"${i + results}": plain(x) for i, x in enumerate(args)}
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
-        name, rest = re.split(r"\s+", line, maxsplit=1)
+        name, rest = re.split(r"\s+", line.removeprefix("@p "), maxsplit=1)
         target, *read = re.split(r"\s*,\s*", rest)
         given = [registers.get(x, x) for x in read]
         wide = [x.double() if isinstance(x, Tensor) else x for x in given]
-        if name.startswith(".reg"):
+        if name.startswith((".reg", "elect.sync")):
             continue
+        elif name == "cp.async.bulk.prefetch.L2.global":
+            memory.prefetch(registers[target.strip("[]")], *given)
         elif name == "cp.async.bulk.wait_group":
             memory.store_wait(int(target))
         elif name.startswith("mov."):

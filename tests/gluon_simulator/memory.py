@@ -22,7 +22,7 @@ from gluon_simulator.clocks import (
     new_places,
 )
 from gluon_simulator.program import current
-from gluon_simulator.values import Block, flat, plain
+from gluon_simulator.values import Block, Pointer, flat, plain
 
 BLOCK = 8  # rows and columns of a place: accesses of the same place of a matrix in shared memory conflict
 
@@ -242,6 +242,15 @@ def async_add(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> None
     found = tensor.inside(coordinates)
     if found is not None:
         found[0].add_(x.data.reshape(tensor.tile)[found[1]])
+
+
+def prefetch(pointer: Pointer, size: int) -> None:
+    """Check what a prefetch to L2 names: whole elements of a tensor, in units of 16 bytes."""
+    itemsize = pointer.storage.element_size()
+    assert size > 0, f"a prefetch of {size} bytes"
+    assert size % 16 == plain(pointer.offset) * itemsize % 16 == 0, "a prefetch of parts of 16 bytes"
+    for element in (0, size // itemsize - 1):
+        (pointer + element).elements(None)
 
 
 def store_wait(pendings: int) -> None:

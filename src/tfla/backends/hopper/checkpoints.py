@@ -2,11 +2,14 @@
 
 Both scans hold 64 rows of a state in each consumer, in the layout of accumulators. A checkpoint is stored in blocks of
 16 x 16, each in the order in which the threads of a warp hold it. A thread then moves 16 bytes at a time and a warp
-whole cache lines, and the scan for dk reads exactly the elements whose cotangents it holds.
+whole cache lines, and the scan for dk reads exactly the elements whose cotangents it holds. The load warps of
+`dq_dk.py` and `delta_dq_dk.py` bring them to the L2 cache while consumers compute the tile before.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+BYTES = gl.constexpr(2)  # of an element of a checkpoint
 
 
 @gluon.constexpr_function
@@ -54,3 +57,24 @@ def checkpoint_dots(C, checkpoints, checkpoint, row, column, DX: gl.constexpr, D
     """Return the inner products of the rows of the cotangent `C`, (64, columns), with those of a checkpoint, (64)."""
     state = load_checkpoint(checkpoints, checkpoint, row, column, DX, DY, C.shape[1], layout)
     return gl.sum(C * state.to(gl.float32), 1)
+
+
+@gluon.jit
+def prefetch(pointer, size):
+    """Let one thread of the warp start to bring `size` bytes at `pointer` to L2; both are multiples of 16."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; elect.sync _|p, -1; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2; }",
+        "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def prefetch_checkpoint(checkpoints, at, row, column, DX: gl.constexpr, DY: gl.constexpr, COLUMNS: gl.constexpr):
+    """Start to bring to L2 what both consumers read of checkpoint `at`: 128 rows and COLUMNS columns.
+
+    A partition of one warp calls this.
+    """
+    first = checkpoints + at.to(gl.int64) * (DX * DY) + (row * DY + column * 16)
+    PARTS: gl.constexpr = 1 if COLUMNS == DY else 8
+    for part in range(PARTS):
+        prefetch(first + part * (16 * DY), 128 // PARTS * COLUMNS * BYTES)

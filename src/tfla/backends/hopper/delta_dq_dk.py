@@ -21,7 +21,7 @@ compute transposed outputs. The steps of a tile n (`process_tile`):
     (8)   dq, dk^T = dr^T + dk_w^T                                  over q and k, and from there to global memory
     (9)   S_q, S_k of tile n + 1                                    (L, L / 2), one half of the columns each
     (10)  W = S_q * (q k^T) + S_k * (k k^T), its row and column sums  (L), for the store warp: pairs of steps of a tile
-    (11)  checkpoint                                                <C, dC>
+    (11)  checkpoint, which the load warp has brought to L2         <C, dC>
 
 The left operand of (6) is split into a sum of two 16-bit numbers, and so is S_q of (5); the rounding of other operands
 changes no result by more than its own rounding. W stays in float32: where keys are alike, the terms of what steps read
@@ -62,7 +62,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.hopper import delta_dk_w, delta_tiles, host, mma, pipeline, scheduler, store_warp
-from tfla.backends.hopper.checkpoints import checkpoint_dots
+from tfla.backends.hopper.checkpoints import checkpoint_dots, prefetch_checkpoint
 from tfla.backends.hopper.delta_tiles import (
     COLUMNS,
     KEY_NORM,
@@ -193,13 +193,25 @@ def load_dk_w(DK_W, n, tile, shared, params):
 
 
 @gluon.jit
-def run_load_warp(Q, K, E, DO, DV, DK_W, shared, params, group_size, config):
+def prefetch_at_checkpoint(index, i, checkpoints, params, config):
+    """Start to bring dC to L2 where tile `i` of work tile `index` starts at a checkpoint, for step (11)."""
+    t = i * config.L
+    if t % config.CHECKPOINT_STEPS == 0 and i > 0:
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, config.L, False, True)
+        work_tile = WorkTile(b=b, h=h, start=start, steps=steps)
+        checkpoint = delta_tiles.checkpoint_index(t, work_tile, params, config)
+        prefetch_checkpoint(checkpoints, checkpoint, 0, 0, ROWS, COLUMNS, COLUMNS)
+
+
+@gluon.jit
+def run_load_warp(Q, K, E, DO, DV, DK_W, checkpoints, shared, params, group_size, config):
     """Load the tiles of q, k, E, do and dv to shared memory by TMA, after each tile dk_w of the one before.
 
     Args:
         Q, K: TMA descriptors of q and k, in tiles (L, 64), two a program.
         E, DO, DV: TMA descriptors of E, do and dv, in tiles (L, COLUMNS).
         DK_W: TMA descriptor of dk_w, in tiles like those of do.
+        checkpoints: dC at checkpoints in global memory, with GATED.
         shared: Shared memory.
         params: The numbers of the scheduler.
         group_size: Heads of v that share a head of q and k.
@@ -226,6 +238,8 @@ def run_load_warp(Q, K, E, DO, DV, DK_W, shared, params, group_size, config):
             if n > 0:
                 load_dk_w(DK_W, n - 1, (previous_b, previous_h, previous_t, previous_end), shared, params)
             previous_b, previous_h, previous_t, previous_end = b, h, t, end
+            if config.GATED:
+                prefetch_at_checkpoint(index, i, checkpoints, params, config)
             n += 1
     pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
     if n > 0:
@@ -581,7 +595,7 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
             [
                 (run_consumer, (0, gmem, shared, params, config)),
                 (run_consumer, (1, gmem, shared, params, config)),
-                (run_load_warp, (Q, K, E, DO, DV, DK_W, shared, params, group_size, config)),
+                (run_load_warp, (Q, K, E, DO, DV, DK_W, gmem.checkpoints, shared, params, group_size, config)),
                 (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
                 (store_warp.run_store_warp, (
                     shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,
@@ -596,7 +610,7 @@ def partitions(tensors, source, sums, pairs, dbeta, group_size, gmem, params, co
             [
                 (run_consumer, (0, gmem, shared, params, config)),
                 (run_consumer, (1, gmem, shared, params, config)),
-                (run_load_warp, (Q, K, E, DO, DV, DK_W, shared, params, group_size, config)),
+                (run_load_warp, (Q, K, E, DO, DV, DK_W, gmem.checkpoints, shared, params, group_size, config)),
                 (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, config)),
                 (store_warp.run_store_warp, (
                     shared.sums, sums, pairs, full, empty, params, source.tiles_per_head, store_config,

@@ -74,7 +74,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR
 from tfla.backends.hopper import delta_dk_w, gate_warp, mma, normalizer, pipeline, scheduler, split_reduce, store_warp
-from tfla.backends.hopper.checkpoints import checkpoint_dots, store_checkpoint
+from tfla.backends.hopper.checkpoints import checkpoint_dots, prefetch, prefetch_checkpoint, store_checkpoint
 from tfla.backends.hopper.gate_warp import RECOMPUTED
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
@@ -217,15 +217,53 @@ class FragmentIds(NamedTuple):
     split: Any  # which of the programs that share the columns this is
 
 
+@gluon.constexpr_function
+def reads_checkpoints(reverse, transposed, reader):
+    """Return whether step (12) of a launch with these constants reads checkpoints."""
+    return reader == READ_KEYS or (reverse and not transposed)
+
+
 @gluon.jit
-def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
-    """Load the tiles of x, y, z and w to shared memory by TMA.
+def prefetch_at_checkpoint(index, h, start, i, tiles, row, column, gmem, params, config):
+    """Start to bring a checkpoint to L2 where it is between tile `i` of a work tile and the one before, for step (12).
+
+    Tiles count in the direction of the scan. Consumers compute the one before when the load warp calls this.
+
+    Args:
+        index: Index of the work tile.
+        h: Its head.
+        start: Its first token in the batch row.
+        i: Number of the tile.
+        tiles: Tiles of the work tile.
+        row: First row of the state of this program.
+        column: Its first column.
+        gmem: Tensors in global memory.
+        params: The numbers of the scheduler.
+        config: Constants.
+    """
+    step = (tiles - i if config.REVERSE else i) * config.L
+    if step % config.CHECKPOINT_STEPS == 0 and i > 0:
+        token = start
+        if params.schedule is None:  # computed again, or its numbers would be kept for the loop
+            b, h, start, _steps, _tile = scheduler.get_work_tile(index, params, config.L, config.IS_SEGMENTED, True)
+            token = b.to(gl.int64) * scheduler.rematerialize(params.T) + start
+        before = (token // config.CHECKPOINT_STEPS + step // config.CHECKPOINT_STEPS - 1).to(gl.int32)
+        checkpoint = before * scheduler.rematerialize(params.H) + h  # as in `at_checkpoint`
+        prefetch_checkpoint(gmem.checkpoints, checkpoint, row, column, config.DX, config.DY, config.WIDTH)
+        if config.NORMALIZE:
+            prefetch(gmem.n_checkpoints + checkpoint.to(gl.int64) * config.DX + row, 128 * 4)
+
+
+@gluon.jit
+def run_load_warp(X, Y, Z, W, gmem, shared, params, group_size, config):
+    """Load the tiles of x, y, z and w to shared memory by TMA, and bring checkpoints that step (12) reads to L2.
 
     Args:
         X: TMA descriptor of x, in tiles (L, 128).
         Y: TMA descriptor of y, in tiles (L, WIDTH).
         Z: TMA descriptor of z, in tiles (L, WIDTH).
         W: TMA descriptor of w, in tiles (L, 64), two a program. With TRANSPOSED these are for the output only.
+        gmem: Tensors in global memory, of which the checkpoints are read here.
         shared: Shared memory.
         params: The numbers of the scheduler.
         group_size: Heads of v that share a head of q and k.
@@ -256,6 +294,8 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
                     at_w = scheduler.tile_coordinates(b, w_head, t, row + 64 * w_half, end, params)
                     pipeline.async_load(W, at_w, bar, shared.w.index(2 * s + w_half))
             n += 1
+            if reads_checkpoints(config.REVERSE, config.TRANSPOSED, config.READER):
+                prefetch_at_checkpoint(index, h, start, i, (steps + L - 1) // L, row, column, gmem, params, config)
     pipeline.producer_tail(n, shared.full, shared.empty, config.STAGES)
 
 
@@ -836,7 +876,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
         [
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
-            (run_load_warp, (X, Y, Z, W, shared, params, group_size, config)),
+            (run_load_warp, (X, Y, Z, W, gmem, shared, params, group_size, config)),
             (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             (run_second_gate_warp, (
                 source, buffers, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config,
