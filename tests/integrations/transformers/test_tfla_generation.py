@@ -134,6 +134,23 @@ def test_padding_after_the_tokens_of_a_cache_is_refused() -> None:
         model(ids[:, :2], attention_mask=mask, past_key_values=cache)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_a_row_of_padding_alone_begins_after_it(layers: tuple[str, ...]) -> None:
+    """A prompt that is read in chunks may have nothing but padding in the first one."""
+    model, ids = make(layers), draw(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    alone = model(ids[:1, 4:]).logits[0]
+    for split in (5, 6):  # the next call has one token, or several
+        cache = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True).past_key_values
+        parts = [model(ids[:, a:b], past_key_values=cache).logits[0] for a, b in ((4, split), (split, 9))]
+        torch.testing.assert_close(torch.cat(parts), alone, rtol=0, atol=1e-10)
+    options: dict[str, Any] = {"do_sample": False, "attention_mask": mask}
+    chunks = generate(model, ids, past_key_values=TflaCache(), prefill_chunk_size=4, **options)
+    assert torch.equal(chunks, generate(model, ids, **options))
+
+
 def test_a_cache_of_other_sequences_or_of_another_model_is_named() -> None:
     model, ids = make(("gla",), num_blocks=2), draw(2, 6)
     cache = model(ids, use_cache=True).past_key_values

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Cache
 
+from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.model import ModelState
 
 
@@ -93,3 +94,26 @@ class TflaCache(Cache):
             ValueError: always.
         """
         raise ValueError("cache: got crop, expected no tokens to be taken back: recurrent states cannot forget tokens")
+
+
+def forget_rows(state: ModelState, rows: Tensor) -> ModelState:
+    """Return a state in which some sequences are before their first token.
+
+    Args:
+        state: the states of all blocks, as a call of the model returns them.
+        rows: (B,) bool, True at these sequences.
+    """
+
+    def cleared(t: Tensor) -> Tensor:
+        """Return a part (B, ...) of a recurrent state with zeros in these rows."""
+        return t.masked_fill(rows.to(t.device).reshape(-1, *[1] * (t.dim() - 1)), 0)
+
+    found: list[Any] = []
+    for block in state:
+        if isinstance(block, KeyValues):  # a document that begins after all cached tokens
+            tokens, own = block.k.shape[1], rows.to(block.k.device)
+            start = own.new_zeros(own.shape, dtype=torch.int64) if block.start is None else block.start
+            found.append(block._replace(start=start.masked_fill(own, tokens)))
+        else:
+            found.append(tree_map_only(Tensor, cleared, block))
+    return tuple(found)

@@ -23,6 +23,11 @@ class LeftAligned(NamedTuple):
     order: Tensor | None
     document_start: Tensor
 
+    @property
+    def empty(self) -> Tensor:
+        """Return which rows have no token, (B,) bool."""
+        return ~self.mask.any(1)
+
     def arrange(self, x: Tensor) -> Tensor:
         """Return x (B, T, d) in the order of the model."""
         return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))

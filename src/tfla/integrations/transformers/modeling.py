@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from tfla.integrations.transformers.cache import TflaCache
+from tfla.integrations.transformers.cache import TflaCache, forget_rows
 from tfla.integrations.transformers.configuration import TflaConfig
 from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
@@ -182,7 +182,9 @@ class TflaModel(TflaPreTrainedModel):
                 x, after = block(x, before, **rows, return_state=cache is not None)
             states.append(after)
         if cache is not None:
-            cache.advance(tuple(states), x.shape[1])
+            # Padding is read as a document, and a row of nothing else has not begun.
+            after = tuple(states) if aligned is None else forget_rows(tuple(states), aligned.empty)
+            cache.advance(after, x.shape[1])
         x = self.norm(x)
         if output_hidden_states:
             hidden_states.append(x)
