@@ -115,6 +115,17 @@ def test_a_cache_continues_rearranges_and_forgets() -> None:
         once.crop(-1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [[0], [0, 1, 2], [0, 1, 0], [5, 0, 1]], ids=str)
+def test_position_0_starts_a_document_after_a_cache_too(positions: list[int]) -> None:
+    model, ids = make(), draw(2, 9)
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    found = model(ids[:, 5 : 5 + len(positions)], past_key_values=cache, position_ids=torch.tensor([positions])).logits
+    start = torch.tensor([[position == 0 for position in [0, 1, 2, 3, 4, *positions]]])
+    expected = model(ids[:, : start.shape[1]], document_start=start.expand(2, -1)).logits[:, 5:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 def test_gradients_pass_through_a_cache() -> None:
     model, ids = make(), draw(2, 10)
     whole = torch.autograd.grad(model(ids).logits[:, -1].sum(), model.model.embedding.weight)[0]

@@ -342,7 +342,7 @@ def own_name(name: str) -> str:
 
 
 def _starts(position_ids: Tensor | None, x: Tensor, continues: bool) -> Tensor | None:
-    """Return where documents start (B, T) bool by positions; None where no document starts after the first token.
+    """Return where documents start (B, T) bool by positions; None where none starts after tokens of its row.
 
     Args:
         position_ids: (B, T) or (1, T) int64, or None.
@@ -358,7 +358,8 @@ def _starts(position_ids: Tensor | None, x: Tensor, continues: bool) -> Tensor |
     if tuple(position_ids.shape) not in ((B, T), (1, T), (T,)):
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected ({B}, {T})")
     starts = (position_ids == 0).expand(x.shape[:2])
-    if not torch.compiler.is_compiling() and not bool(starts[:, 1:].any()):
+    # Without a cache a document starts at the first token anyway.
+    if not torch.compiler.is_compiling() and not bool((starts if continues else starts[:, 1:]).any()):
         return None
     return starts
 
