@@ -126,6 +126,27 @@ def test_position_0_starts_a_document_after_a_cache_too(positions: list[int]) ->
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_weights_that_hooks_fetch(layers: tuple[str, ...]) -> None:
+    """The package accelerate moves inputs and weights of a model on several devices by hooks, also in decoding."""
+    library, model, ids = pytest.importorskip("accelerate"), make(layers), draw(2, 9)
+    expected = generate(model, ids, do_sample=False)
+    assert torch.equal(generate(library.cpu_offload(model, torch.device("cpu")), ids, do_sample=False), expected)
+
+
+@torch.no_grad()
+def test_hooks_see_single_tokens() -> None:
+    model, ids, seen = make(), draw(2, 9), list[str]()
+    hooked = {"block": model.model.blocks[0], "mixer": model.model.blocks[1].mixer}
+    for name, module in hooked.items():
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    found = model(ids[:, 8:], past_key_values=cache).logits
+    assert seen == ["block", "mixer"] * 2
+    torch.testing.assert_close(found, model(ids).logits[:, 8:], rtol=0, atol=1e-10)
+
+
 def test_gradients_pass_through_a_cache() -> None:
     model, ids = make(), draw(2, 10)
     whole = torch.autograd.grad(model(ids).logits[:, -1].sum(), model.model.embedding.weight)[0]

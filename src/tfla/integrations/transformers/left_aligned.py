@@ -36,7 +36,8 @@ class LeftAligned(NamedTuple):
         """Return y (B, T, d) in the order of the caller; padding has the output of the token before it, if any."""
         if self.order is None:
             return y
-        back = torch.empty_like(y).scatter(1, self.order[..., None].expand_as(y), y)
+        order = self.order.to(y.device)  # the blocks may be on several devices
+        back = torch.empty_like(y).scatter(1, order[..., None].expand_as(y), y)
         return repeat_last_outputs(back, self.mask)
 
 

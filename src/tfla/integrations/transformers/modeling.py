@@ -27,7 +27,31 @@ Rows = dict[str, Tensor | None]  # the documents of a call, as the blocks take t
 
 
 class TflaBlock(GradientCheckpointingLayer, Block):
-    """A block of a :class:`tfla.nn.LanguageModel` whose backward can compute it again, as transformers asks it to."""
+    """A block of a :class:`tfla.nn.LanguageModel` whose backward can compute it again, as transformers asks it to.
+
+    Single tokens go through its forward too, so that its hooks see them, for example those that move its inputs to the
+    device of its weights.
+    """
+
+    def forward(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+        """Run :meth:`Block.forward`, or for one token of each sequence :meth:`Block.step`, which overwrites the state.
+
+        Args:
+            x: (B, T, d_model).
+            state: the state before the tokens, or None.
+            options: the other arguments of :meth:`Block.forward`.
+        """
+        single = state is not None and x.shape[1] == 1 and not torch.is_grad_enabled()
+        documents = any(options.get(name) is not None for name in ("document_start", "cu_seqlens"))
+        if not single or documents or self._has_hooks_in_mixer():
+            return super().forward(x, state, **options)
+        y, after = self.step(x[:, 0], state, in_place=True)
+        return y[:, None], after
+
+    def _has_hooks_in_mixer(self) -> bool:
+        """Return whether a hook or another forward of the mixer or its modules would be left out by a step."""
+        modules = (self.mixer, *self.mixer.children())
+        return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
 
 
 class TflaPreTrainedModel(PreTrainedModel):
@@ -175,11 +199,7 @@ class TflaModel(TflaPreTrainedModel):
             if output_hidden_states:
                 hidden_states.append(x)
             before = None if state is None else state[index]
-            if before is not None and x.shape[1] == 1 and not torch.is_grad_enabled() and document_start is None:
-                y, after = block.step(x[:, 0], before, in_place=True)  # type: ignore[operator]
-                x = y[:, None]
-            else:
-                x, after = block(x, before, **rows, return_state=cache is not None)
+            x, after = block(x, before, **rows, return_state=cache is not None)
             states.append(after)
         if cache is not None:
             # Padding is read as a document, and a row of nothing else has not begun.
