@@ -180,3 +180,10 @@ def test_infinite_queries_and_keys_whose_scores_are_nan_give_nan(keys: int, dtyp
     nan[2, :, :2] = True  # all queries see the first key
     for found in (attend(q, k, v), attend_alone(q, k, v, None, None, None)):
         assert torch.equal(found.isnan().any(-1), nan)
+
+
+def test_exported_for_any_number_of_tokens() -> None:
+    layer, x = build({}, 0), torch.randn(ROWS, 70, WIDTH, dtype=torch.float64)
+    T = torch.export.Dim("T", min=16, max=4096)
+    exported = torch.export.export(layer, (x[:, :20].contiguous(),), dynamic_shapes=({1: T},)).module()
+    check(exported(x)[0], layer(x)[0])

@@ -44,7 +44,7 @@ def attend(
         window = None
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if first is None and window is None and sinks is None and T in (1, S):
-        return _grouped(q, k, v, None, T == S).transpose(1, 2)
+        return _grouped(q, k, v, None, bool(T == S)).transpose(1, 2)
     blocks = [
         _attend_block(q[:, :, at : at + QUERIES], k, v, at + S - T, _columns(first, at), window, sinks, T > QUERIES)
         for at in range(0, T, QUERIES)
