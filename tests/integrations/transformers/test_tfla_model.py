@@ -313,18 +313,21 @@ def test_export_writes_the_model_and_its_tokenizer(tmp_path: Path, capsys: pytes
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "Größe: 3 <|bos|>\n  \x00~ ü"
-    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+    ids = tokenizer(text)["input_ids"]
     assert ids == ByteTokenizer().encode([Document("text", text.encode())])[0].tolist()
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
     assert torch.equal(model(torch.tensor([ids])).logits, own(torch.tensor([ids])))
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<s>"])
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "tokenizer.json"))
     arguments = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--dtype", "bfloat16"]
     assert main(["export", "--checkpoint", str(tmp_path / "own"), "--to", str(tmp_path / "words"), *arguments]) == 0
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "words")("a b c")["input_ids"] == [0, 1, 2, 3]
+    exported, own_words = transformers.AutoTokenizer.from_pretrained(tmp_path / "words"), load_tokenizer(tmp_path)
+    assert exported("a b c")["input_ids"] == [0, 1, 2, 3]
+    assert exported("a<s> b")["input_ids"] == own_words.encode([Document("text", b"a<s> b")])[0].tolist() == [0, 3, 2]
     assert load_tokenizer(tmp_path / "words").vocab_size == 4
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "words").dtype == torch.bfloat16
     capsys.readouterr()

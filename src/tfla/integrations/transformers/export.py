@@ -97,7 +97,9 @@ def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         inner, bos = _bytes_tokenizer(tokenizer.vocab_size - 1), BYTES_BOS
     start = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos)])
     inner.post_processor = start
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token=bos, pad_token=bos)
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), bos)
+    # Training reads the names of special tokens in a text as plain text.
+    return PreTrainedTokenizerFast(tokenizer_object=inner, split_special_tokens=True, **names)
 
 
 def _bytes_tokenizer(num_bytes: int) -> Any:
