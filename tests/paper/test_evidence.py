@@ -185,9 +185,27 @@ def test_text(tmp_path: Path) -> None:
     assert result["text"]["source"] == ["text"]
     assert result["runs"][0]["run"]["task"] == {"length": 64, "longest": 64}
     assert 0 < result["runs"][0]["rows"][-1]["bits_per_byte"] < 10
-    task = Text(64, 1 << 20, str(tmp_path / "runs" / "smoke" / "tokens-text"))
+    (tokens,) = (tmp_path / "runs" / "smoke").glob("tokens-*")
+    task = Text(64, 1 << 20, str(tokens))
     with pytest.raises(UserError, match="no held-out document has 1048576 bytes"):
         task.measure(LanguageModel(model_config("retnet", SMALL, task.vocab_size)), generator(), 4)
+
+
+def test_texts_of_the_same_name_are_different_texts(tmp_path: Path) -> None:
+    losses = []
+    for folder in ("a", "b"):
+        (tmp_path / folder / "text").mkdir(parents=True)
+        (tmp_path / folder / "text" / "1.txt").write_text(folder * 3000)
+        (tmp_path / folder / "text" / "1.md").write_text("c" * 3000)
+    for folder, suffix in (("a", ".txt"), ("b", ".txt"), ("b", ".md")):
+        config = EvidenceConfig(
+            folder=tmp_path / "runs", out=tmp_path / f"{folder}{suffix}.json", device="cpu", processes=1,
+            models=("retnet",), steps=1, text=(tmp_path / folder / "text",), text_suffixes=(suffix,),
+        )  # fmt: skip
+        target, failed = run_experiment("language", config)
+        assert failed == 0
+        losses += json.loads(target.read_text())["runs"][0]["losses"]
+    assert len(set(losses)) == 3
 
 
 def test_finished_runs_are_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 import sys
 from dataclasses import dataclass, replace
@@ -141,12 +143,14 @@ def run(name: str, config: EvidenceConfig) -> tuple[Path, int]:
 
 def _with_text(runs: list[Run], config: EvidenceConfig, folder: Path) -> tuple[list[Run], Row]:
     """Return the runs with the folder of the text's tokens, and what the text is."""
-    data = standard_library()
-    if config.text:
+    data, source = standard_library(), f"Python {platform.python_version()}'s standard library"
+    names = [path.resolve().name for path in config.text]
+    if names:
         data = replace(data, paths=config.text, suffixes=config.text_suffixes)
-    tokens = folder / ("tokens" if not config.text else "tokens-" + "-".join(path.name for path in config.text))
+    chosen = [names or source, [str(path.resolve()) for path in data.paths], data.suffixes]
+    digest = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
+    tokens = folder / f"tokens-{digest[:8]}"  # another folder for other files, also of the same name
     folder.mkdir(parents=True, exist_ok=True)
     text = prepare_tokens(data, tokens)
-    what = [path.name for path in config.text] or f"Python {platform.python_version()}'s standard library"
-    found = {"source": what, "train_bytes": len(text.train), "heldout_bytes": len(text.heldout)}
+    found = {"source": names or source, "train_bytes": len(text.train), "heldout_bytes": len(text.heldout)}
     return [with_folder(r, tokens) for r in runs], found
