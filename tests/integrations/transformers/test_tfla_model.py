@@ -106,6 +106,17 @@ def test_padding_changes_no_result(side: str) -> None:
     assert error(gradients[0], torch.autograd.grad(alone.logits.sum(), model.lm_head.weight)[0]) <= 1e-9
 
 
+@pytest.mark.parametrize("first", [0, 3, 1], ids=["right", "left", "both"])
+def test_positions_of_padded_rows_start_documents(first: int) -> None:
+    model, ids = make(), draw(2, 12)
+    mask, position = torch.zeros_like(ids), torch.zeros_like(ids)
+    mask[:, first : first + 9] = 1
+    position[:, first : first + 9] = torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])
+    expected = model(ids[:, first : first + 9], position_ids=position[:, first : first + 9]).logits
+    out = model(ids, attention_mask=mask, position_ids=position)
+    assert error(out.logits[:, first : first + 9], expected) <= 1e-10
+
+
 def test_tied_embeddings_and_resized_ones(tmp_path: Path) -> None:
     model, ids = make(tie_word_embeddings=True), draw(2, 9)
     assert model.lm_head.weight is model.model.embedding.weight

@@ -28,6 +28,17 @@ class LeftAligned(NamedTuple):
         """Return which rows have no token, (B,) bool."""
         return ~self.mask.any(1)
 
+    def starts(self, more: Tensor | None) -> Tensor:
+        """Return where documents start, (B, T) bool in the order of the model.
+
+        Args:
+            more: (B, T) bool in the order of the caller, True at tokens that also start one; None is no others.
+        """
+        if more is None:
+            return self.document_start
+        tokens = more & self.mask
+        return self.document_start | (tokens if self.order is None else tokens.gather(1, self.order))
+
     def arrange(self, x: Tensor) -> Tensor:
         """Return x (B, T, d) in the order of the model."""
         return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))

@@ -189,7 +189,8 @@ class TflaModel(TflaPreTrainedModel):
         if aligned is not None:
             if cu_seqlens is not None or document_start is not None:
                 raise ValueError("attention_mask: got padding together with documents, expected at most one of them")
-            x, document_start = aligned.arrange(x), aligned.document_start
+            document_start = aligned.starts(_starts(position_ids, x, continues=False))
+            x = aligned.arrange(x)
         elif cu_seqlens is None and document_start is None:
             document_start = _starts(position_ids, x, continues=state is not None)
         rows: Rows = {"document_start": document_start, "cu_seqlens": cu_seqlens}
