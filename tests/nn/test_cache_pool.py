@@ -320,6 +320,26 @@ def test_a_decoder_has_the_capacity_of_its_state(case: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_refused_calls_take_no_room(case: str) -> None:
+    """A decoder counts tokens only of steps and states that its caches have got."""
+    model, ids = build(case, torch.float64), tokens(2, 6)
+    _, state = model(ids[:, :3], return_state=True)
+    decoder = Decoder(model, state, capacity=5)
+    with pytest.raises(ValueError, match="ids: got tokens from"):
+        decoder.step(torch.full((2,), 10_000))
+    _, longer = model(ids[:, :5], return_state=True)
+    for rows, message in (([2, 0], "rows: got 2"), ([-1, 0], "rows: got -1"), ([0, 0], "rows: got 0 more than once")):
+        with pytest.raises(ValueError, match=message):
+            decoder.scatter(rows, longer)
+    found = torch.stack([decoder.step(ids[:, t]) for t in (3, 4)], 1)
+    expected = model(ids[:, :5])[:, 3:]
+    assert (found - expected).norm() <= 1e-10 * expected.norm()
+    with pytest.raises(ValueError, match="ids: got token number 6"):
+        decoder.step(ids[:, 5])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("pooled", [False, True])
 def test_what_a_gpu_has_no_room_for_is_nan(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host reads no lengths, as on a GPU, a full row keeps its tokens and their number."""

@@ -114,19 +114,20 @@ class Decoder:
             )
         if len(ids) != self.batch:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected ({self.batch},): one for each sequence")
-        if self.capacity is not None:
-            if max(self._used) >= self.capacity:
-                raise ValueError(
-                    f"ids: got token number {self.capacity + 1} of a sequence, expected at most {self.capacity}, "
-                    "the capacity of this Decoder"
-                )
-            self._used = [used + 1 for used in self._used]
+        if self.capacity is not None and max(self._used) >= self.capacity:
+            raise ValueError(
+                f"ids: got token number {self.capacity + 1} of a sequence, expected at most {self.capacity}, "
+                "the capacity of this Decoder"
+            )
         if self._graph is None:
             logits, self.state = self.model.step(ids, self.state)
-            return logits
-        self._ids.copy_(ids)
-        self._graph.replay()
-        return self._logits
+        else:
+            self._ids.copy_(ids)
+            self._graph.replay()
+            logits = self._logits
+        if self.capacity is not None:  # counted last, since a step that is refused adds no token
+            self._used = [used + 1 for used in self._used]
+        return logits
 
     def _step_rows(self, ids: Tensor, indices: Tensor | None, batches: Sequence[int]) -> Tensor:
         """Advance the sequences with these rows of the pool, and return their logits."""
@@ -148,16 +149,17 @@ class Decoder:
         """Replace the states of the sequences ``rows``; see :meth:`tfla.State.scatter`."""
         states = self._states_by_row()
         check_model_state(self.model, state)
+        tokens = [] if self.capacity is None else _cached_tokens(state, moved=True)
         if self.capacity is not None:
-            tokens = _cached_tokens(state, moved=True)
             check_int("capacity", self.capacity, max(tokens, default=0))
-            for row, used in zip(_rows(rows), tokens, strict=True):
-                self._used[row] = used
         for own, given in zip(states, state, strict=True):
             if isinstance(own, KeyValues) and isinstance(given, KeyValues):
                 own.check_fits(given)  # before a block's row is overwritten
         for own, given in zip(states, state, strict=True):
             own.scatter(rows, given)  # type: ignore[arg-type]
+        if self.capacity is not None:
+            for row, used in zip(_rows(rows), tokens, strict=True):
+                self._used[row] = used
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset the sequences ``rows`` to the state before the first token; see :meth:`tfla.State.reset`."""
