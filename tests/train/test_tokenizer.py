@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tokenizers
+import torch
 
 from tfla._util.errors import UserError
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.config import GenerateConfig
 from tfla.train.documents import Document
+from tfla.train.sample import continue_text
 from tfla.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer, create_tokenizer, load_tokenizer
 
 TEXT = "naïve Grüße, 你好 🙂🙂 <|endoftext|> the the then\n"
@@ -58,6 +66,32 @@ def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
     assert len(ids) < len(TEXT.encode())
     decode = tokenizer.decoder()
     assert "".join(decode(int(t)) for t in ids) == TEXT
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "WordPiece"])
+def test_text_goes_on_after_a_prompt_with_its_space(kind):
+    """These decoders leave out the space before the first word, which the one after a prompt is not."""
+    mark = "\u2581" if kind == "Metaspace" else ""
+    words = {mark + word: n for n, word in enumerate(["the", "cat", "sat"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, ""))
+    splitters = {"Metaspace": tokenizers.pre_tokenizers.Metaspace, "WordPiece": tokenizers.pre_tokenizers.Whitespace}
+    inner.pre_tokenizer, inner.decoder = splitters[kind](), getattr(tokenizers.decoders, kind)()
+    inner.add_special_tokens(["<s>"])
+    tokenizer = HuggingFaceTokenizer(inner, "<s>", "words")
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(d_model=8, num_blocks=1, num_heads=1, mixer="gla", vocab_size=4))
+    found = {
+        prompt: "".join(
+            text
+            for seed in range(8)
+            for text in continue_text(
+                model, tokenizer, GenerateConfig(Path(), prompt=prompt, max_new_tokens=3, seed=seed)
+            )
+        )
+        for prompt in ("", "the cat")
+    }
+    assert re.fullmatch("( (the|cat|sat))+", found["the cat"])
+    assert not found[""].startswith(" ")
 
 
 def test_saved_tokenizers_come_back(bpe_file, tmp_path):

@@ -53,7 +53,7 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, config: GenerateCo
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise UserError(one_line(error)) from error
-    return _decoded(tokens, tokenizer.decoder())
+    return _decoded(tokens, tokenizer.decoder(ids[0].tolist()))
 
 
 def _decoded(tokens: Iterator[torch.Tensor], decode: Callable[[int], str]) -> Iterator[str]:

@@ -44,8 +44,12 @@ class Tokenizer(Protocol):
     def split(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """Split a document, given in blocks of bytes, into spans that can be tokenized one by one."""
 
-    def decoder(self) -> Callable[[int], str]:
-        """Return a function that takes one token and returns the text that is complete with it."""
+    def decoder(self, prompt: Iterable[int] = ()) -> Callable[[int], str]:
+        """Return a function that takes one token and returns the text that is complete with it.
+
+        Args:
+            prompt: the tokens before the first one, whose text is not returned.
+        """
 
     def save(self, directory: Path) -> None:
         """Write the files that :func:`load_tokenizer` reads."""
@@ -72,8 +76,11 @@ class ByteTokenizer:
         """Split a document into spans that can be tokenized one by one."""
         return iter(blocks)
 
-    def decoder(self) -> Callable[[int], str]:
-        """Return the decoder of :class:`Tokenizer`; invalid UTF-8 and tokens that are not bytes become U+FFFD."""
+    def decoder(self, prompt: Iterable[int] = ()) -> Callable[[int], str]:
+        """Return the decoder of :class:`Tokenizer`; invalid UTF-8 and tokens that are not bytes become U+FFFD.
+
+        Bytes mean the same after every prompt, which is not read.
+        """
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         # 0xFF is never valid in UTF-8.
         return lambda token: "" if token == self.bos else decode(bytes([min(token, 0xFF)]))
@@ -165,11 +172,13 @@ class HuggingFaceTokenizer:
             text = text[at:] + block
         yield text
 
-    def decoder(self) -> Callable[[int], str]:
-        """Return a function that turns tokens into text one by one."""
+    def decoder(self, prompt: Iterable[int] = ()) -> Callable[[int], str]:
+        """Return the decoder of :class:`Tokenizer`."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
+        for token in prompt:  # many tokenizers leave out the space before the first word
+            stream.step(self.inner, token)
         return lambda token: stream.step(self.inner, token) or ""
 
     def save(self, directory: Path) -> None:
