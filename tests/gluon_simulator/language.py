@@ -142,7 +142,7 @@ def inline_asm_elementwise(
         target, *read = re.split(r"\s*,\s*", rest)
         given = [registers.get(x, x) for x in read]
         wide = [x.double() if isinstance(x, Tensor) else x for x in given]
-        if name.startswith((".reg", "elect.sync")):
+        if name.startswith((".reg", "elect.sync", "pmevent")):
             continue
         elif name == "cp.async.bulk.prefetch.L2.global":
             memory.prefetch(registers[target.strip("[]")], *given)

@@ -614,6 +614,7 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
     g = shared.g.index(2 * s + half)
     mbarrier.wait(shared.gates_full.index(s), phase)
     first, second, up = compute_decays(g, shared.from_middle.index(at0), config)
+    pipeline.keep_order()
     # (7)
     W *= gl.expand_dims(second, 1)
     dq *= gl.expand_dims(first * gmem.scale, 1)
@@ -634,6 +635,7 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
         total += gl.sum(read * dr, 1)
         B, B_low = split_left_operand(read, L)
         W = add_split_products(W, B, B_low, shared.p.index(at0 + OF_KEYS))
+    pipeline.keep_order()
     # (9) dq^T <- dq^T + (k beta down)^T S_q^T, and dr^T by S_r
     b = gl.expand_dims(shared.beta.index(at0).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
     write = load_transposed(k, L).to(gl.float32) * b * reciprocal(up)
@@ -669,6 +671,7 @@ def process_tile(n, gmem, shared, params, half: gl.constexpr, config):
         change -= k_t * dr
         dk += dr
     store_transposed(dk, k, L)
+    pipeline.keep_order()
     # (11)
     A, A_low = split_left_operand(change, L)
     dg = gl.zeros([64, L], gl.float32, of_out) + gl.expand_dims(total, 1)

@@ -50,6 +50,16 @@ class PipelineState(NamedTuple):
 
 
 @gluon.jit
+def keep_order():
+    """Keep ptxas from moving instructions across this point.
+
+    It moves loads and sums up to where their operands are known, and spills what the registers then do not hold.
+    `pmevent` signals an event that nothing counts; it is a single instruction with an effect, which ptxas keeps.
+    """
+    gl.inline_asm_elementwise("pmevent 7; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def allocate_tiles(tensor, stages: gl.constexpr):
     """Return shared memory for `stages` tiles of the tensor descriptor `tensor`: (stages, *block shape)."""
     return gl.allocate_shared_memory(tensor.dtype, [stages] + tensor.block_type.shape, tensor.layout)  # noqa: RUF005
