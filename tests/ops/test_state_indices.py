@@ -484,3 +484,17 @@ def test_parts_of_a_pool_that_do_not_fit(parts: dict[str, Any], error: type[Exce
         tfla.mlstm_step(*step, pool, state_indices=indices)
     with pytest.raises(error, match=f"^state.{words}"):
         tfla.mlstm_steps(*x, pool, state_indices=indices)
+
+
+def test_export_of_a_prefill() -> None:
+    p = problem("exp", B=4, T=37, H=2, Hq=1, dtype=torch.float32)
+    pool = problem("exp", B=ROWS, T=1, H=2, Hq=1, dtype=torch.float32).state
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, pool: tfla.State, rows: Tensor) -> Any:
+            return tfla.mlstm(q, k, v, i, f, initial_state=pool, state_indices=rows, return_state=True)[0]
+
+    x, own, indices = (p.q, p.k, p.v, p.i, p.f), pool.clone(), torch.tensor(INDICES)
+    exported = torch.export.export(Layer(), (*x, pool.clone(), indices), strict=False).module()
+    assert torch.equal(exported(*x, own, indices), Layer()(*x, pool, indices))
+    assert same(own, pool)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tfla
 from tfla import State
@@ -215,3 +216,20 @@ def test_kernels_of_triton(call: Callable[..., Any]) -> None:
     for own, ref in ((last, expected_last), (states, expected)):
         weight = 1.0 if own.m is None else (own.m - ref.m)[..., None, None].exp()
         assert (own.C * weight - ref.C).norm() <= 1e-3 * ref.C.norm()
+
+
+@each_call
+def test_shapes_alone_and_export(call: Callable[..., Any]) -> None:
+    x = problem(2, 10, torch.float32)
+    expected = call(x, return_state=True, states_every=4)
+    with FakeTensorMode() as mode:
+        found = call({name: mode.from_tensor(t) for name, t in x.items()}, return_state=True, states_every=4)
+    assert found[0].shape == expected[0].shape
+    assert found[2].C.shape == expected[2].C.shape
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            return call(x, return_state=True, states_every=4)[2].C
+
+    exported = torch.export.export(Layer(), (x,), strict=False).module()
+    assert torch.equal(exported(x), expected[2].C)

@@ -16,7 +16,7 @@ from tfla.backends import DeltaInputs, Inputs
 from tfla.ops import checks
 from tfla.ops.checked_values import checked_indices
 from tfla.ops.state import State
-from tfla.ops.transforms import PLAIN, needs_dispatcher, transforms_active
+from tfla.ops.transforms import is_distributed, needs_dispatcher, transforms_active
 
 AnyInputs = TypeVar("AnyInputs", Inputs, DeltaInputs)
 PER_STEP = ("q", "k", "v", "log_i", "log_f", "beta", "read_key")  # the tensors of any inputs that have steps
@@ -155,7 +155,7 @@ def attend_by_index(
         ValueError, TypeError: the state or the indices do not fit; the message says what is allowed.
     """
     q, pool = request.q, request.state
-    if type(q) not in PLAIN:
+    if not isinstance(q, Tensor) or is_distributed(q):
         raise TypeError(f"state_indices: got them with q of type {type(q).__name__}, expected plain tensors")
     if not isinstance(pool, State):
         raise TypeError(

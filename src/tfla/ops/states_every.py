@@ -18,7 +18,7 @@ from tfla.backends.base import packed_bounds
 from tfla.ops import checks
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
-from tfla.ops.transforms import PLAIN, is_distributed
+from tfla.ops.transforms import is_distributed
 
 Found = tuple[Tensor, State, State]  # h, the final states, and the states after every n steps
 Tensors = Mapping[str, Tensor | None]  # the tensors of an operator by name
@@ -105,10 +105,9 @@ def check_states_every(every: object, return_state: object, context_parallel: ob
     check_options(every, return_state, context_parallel)
     for name in ("q", "v"):
         x = tensors[name]
-        if not is_distributed(x):
-            checks.check_float(name, x)
-        if type(x) not in PLAIN:
+        if is_distributed(x):
             raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
+        checks.check_float(name, x)
 
 
 def unstacked(states: State) -> list[State]:
