@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, alike, params, problem
+from cases import FORMS, alike, error, params, problem
 from delta_cases import delta_problem, options
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -498,3 +498,22 @@ def test_export_of_a_prefill() -> None:
     exported = torch.export.export(Layer(), (*x, pool.clone(), indices), strict=False).module()
     assert torch.equal(exported(*x, own, indices), Layer()(*x, pool, indices))
     assert same(own, pool)
+
+
+@pytest.mark.parametrize("T", [3, 40], ids=["steps", "prefill"])
+def test_vmap_over_indices(T: int) -> None:
+    p = problem("exp", B=2, T=T, H=2, Hq=1, dtype=torch.float32)
+    pool = problem("exp", B=ROWS, T=1, H=2, Hq=1, dtype=torch.float32).state
+
+    def outputs(indices: Tensor) -> Tensor:
+        x = p.q, p.k, p.v, p.i, p.f
+        if T == 3:
+            return tfla.mlstm_steps(*x, pool, state_indices=indices, return_state=False)
+        return tfla.mlstm(*x, initial_state=pool, state_indices=indices)
+
+    given = torch.tensor([[0, 1], [1, -1], [6, 0]])
+    expected = torch.stack([outputs(each) for each in given])
+    for dim in range(2):
+        assert error(torch.vmap(outputs, in_dims=dim)(given.movedim(0, dim)), expected) < 1e-6
+    with pytest.raises(ValueError, match=r"^state_indices: got 7, expected -1 or from 0 to 6"):
+        torch.vmap(outputs)(given + 1)

@@ -28,8 +28,9 @@ def _register(name: str, arguments: str, check: Callable[[Tensor, int], None]) -
 
     @torch.library.register_vmap(f"tfla::{name}")
     @torch._disable_dynamo
-    def _(info: Any, in_dims: Sequence[int | None], x: Tensor, bound: int) -> tuple[Tensor, int | None]:
-        return operator(x, bound), in_dims[0]
+    def _(info: Any, in_dims: Sequence[int | None], x: Tensor, bound: int) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None
+        return torch.stack([operator(each, bound) for each in x.movedim(in_dims[0], 0)]), 0  # rows differ in each call
 
     return operator
 
