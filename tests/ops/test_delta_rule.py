@@ -414,6 +414,21 @@ def test_autocast() -> None:
     assert torch.equal(h, tfla.delta_rule(*(t.bfloat16() for t in given[:3]), *given[3:]))
 
 
+def test_autocast_takes_mixed_dtypes() -> None:
+    p = delta_problem("kda", T=40, dtype=torch.float32)
+    q, k, v, beta, log_f = (p.leaves[name] for name in ("q", "k", "v", "beta", "log_f"))
+    low = [t.bfloat16() for t in (q, k, v, -k, 0.5 * k)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = tfla.dplr(low[0].float(), *low[1:3], low[3].float(), low[4], log_f)
+        with pytest.raises(TypeError, match=r"^a: got dtype torch.float64, expected that of q, torch.float32"):
+            tfla.dplr(q, k, v, -k.double(), k, log_f)
+        with pytest.raises(TypeError, match=r"^read_key: got dtype torch.float64, expected that of q, torch.float32"):
+            tfla.delta_rule(q, k, v, beta, log_f, read_key=k.double())
+    assert torch.equal(found, tfla.dplr(*low, log_f))
+    with pytest.raises(TypeError, match=r"^k: got dtype torch.bfloat16, expected that of q, torch.float32"):
+        tfla.dplr(q, *low[1:], log_f)
+
+
 @pytest.mark.parametrize("model", ["gdn", "kda", "gla"])
 def test_infinite_gates(model: str) -> None:
     """A gate of -inf forgets all before it, and no result or gradient is NaN."""

@@ -65,14 +65,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], time
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
         check_float(name, x)
     check_input_shapes(q, k, v, gates, time)
-    low = autocast_dtype(q.device.type)
     for name, x in {"k": k, "v": v}.items():
-        # Autocast casts all dtypes but float64 to one, so that they may differ before.
-        if x.dtype != q.dtype and (low is None or torch.float64 in (x.dtype, q.dtype)):
-            raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
+        check_dtype_of_q(name, x, q)
     for name, x in {"k": k, "v": v, **gates}.items():
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
+
+
+def check_dtype_of_q(name: str, x: Tensor, q: Tensor) -> None:
+    """Check that a tensor has the dtype of q; autocast casts all dtypes but float64 to one, so that they may differ."""
+    if x.dtype != q.dtype and (autocast_dtype(q.device.type) is None or torch.float64 in (x.dtype, q.dtype)):
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
 
 
 def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: bool, name: str) -> State:

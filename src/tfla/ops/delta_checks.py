@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from tfla.ops import checks
-from tfla.ops.autocast import autocast_dtype
 from tfla.ops.delta_activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS
 
 
@@ -29,8 +28,8 @@ def check_tensors(
     """Check shapes, dtypes and devices of one call; tensors have the dimension T with ``time``."""
     checks.check_inputs(q, k, v, {} if beta is None else {"beta": beta}, time=time)
     check_further_arrays(checks, q, k, v, log_f, read_key, A_log, dt_bias)
-    if read_key is not None and read_key.dtype != k.dtype and autocast_dtype(q.device.type) is None:
-        raise TypeError(f"read_key: got dtype {read_key.dtype}, expected that of q, {q.dtype}")
+    if read_key is not None:
+        checks.check_dtype_of_q("read_key", read_key, q)
     for name, x in {"log_f": log_f, "read_key": read_key, "A_log": A_log, "dt_bias": dt_bias}.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")

@@ -309,8 +309,7 @@ def _writes_of_dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_f
     for name, x in {"q": q, "k": k, "a": a, "b": b}.items():
         checks.check_float(name, x)
         checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
+        checks.check_dtype_of_q(name, x, q)
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
     checks.check_float("v", v)
