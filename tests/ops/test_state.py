@@ -98,6 +98,18 @@ def test_a_sequence_that_is_overwritten_twice(rows: Any) -> None:
     assert not whole.C[1].any()
 
 
+def test_lists_of_rows_do_not_depend_on_the_default_device() -> None:
+    whole, new = state(4), state(1, seed=1)
+    with torch.device("meta"):
+        assert torch.equal(whole.gather([2]).C, whole.C[2:3])
+        whole.scatter([1], new)
+        whole.reset([3])
+        with pytest.raises(ValueError, match=r"^rows: got 4, expected from 0 to 3"):
+            whole.gather([4])
+    assert torch.equal(whole.C[1:2], new.C)
+    assert not whole.C[3].any()
+
+
 def test_scatter_of_what_is_no_state() -> None:
     with pytest.raises(TypeError, match=r"^states: got tuple, expected tfla.State"):
         state(4).scatter([0], tuple(state(1)))

@@ -154,7 +154,7 @@ class State(NamedTuple):
                 raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers")
             if any(isinstance(row, bool) for row in rows):
                 raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers{MASK}")
-            rows = torch.tensor([int(row) for row in rows], dtype=torch.int64)
+            rows = torch.tensor([int(row) for row in rows], dtype=torch.int64, device="cpu")
         if rows.dtype not in (torch.int32, torch.int64):
             mask = MASK * (rows.dtype == torch.bool)
             raise TypeError(f"rows: got dtype {rows.dtype}, expected int32 or int64{mask}")
