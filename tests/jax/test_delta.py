@@ -181,6 +181,8 @@ def test_several_writes_in_a_step() -> None:
         packed = getattr(tfla.jax, name)(*arrays[:-1], cu_seqlens=(0, 3, steps), chunk_size=8, **more)
         expected = getattr(tfla, name)(*inputs, cu_seqlens=torch.tensor([0, 3, steps]), **more)
         close(packed, to_jax(expected))
+        none = getattr(tfla.jax, name)(*(t[:0] for t in arrays[:-1]), **more)
+        assert none.shape == (0, steps, *inputs[2].shape[2:])
     for wrong, kind in ((0, ValueError), (1.5, TypeError)):
         with pytest.raises(kind, match=r"^writes: got "):
             tfla.jax.delta_product(*map(to_jax, of_product), writes=wrong)  # type: ignore[arg-type]

@@ -93,6 +93,16 @@ def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, fields: dict[
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_a_batch_of_no_sequences(tmp_path: Path, fields: dict[str, Any]) -> None:
+    _, model = models(tmp_path, **fields)
+    logits, state = model(jnp.zeros((0, T), int), return_state=True)
+    assert logits.shape == (0, T, 50)
+    state = [s.reserve(T + 1) if isinstance(s, KeyValues) else s for s in state]
+    logits, _ = model.step(jnp.zeros(0, int), state)
+    assert logits.shape == (0, 50)
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, fields: dict[str, Any]) -> None:
     """Parts of a sequence, single tokens, documents and packed sequences give the logits of the whole."""
     _, model = models(tmp_path, **fields)

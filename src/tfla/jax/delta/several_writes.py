@@ -142,7 +142,7 @@ def dplr(
     check_gates_shape(log_f, tuple(v.shape[:3]), q.shape[3])
 
     def each(first: Array, second: Array) -> Array:
-        return jnp.stack([first, second], 2).reshape(first.shape[0], -1, *first.shape[2:])
+        return jnp.stack([first, second], 2).reshape(first.shape[0], 2 * first.shape[1], *first.shape[2:])
 
     zero, one = jnp.zeros_like, jnp.ones(v.shape[:-1], jnp.float32)
     found: Any = delta_rule(

@@ -32,7 +32,7 @@ def attend(
     B, T, H, d = q.shape
     first = jnp.zeros((1, 1), jnp.int32) if first is None else first
     group = None if sinks is None else widen(sinks).reshape(k.shape[2], -1, 1, 1)
-    grouped = q.reshape(B, T, k.shape[2], -1, d)
+    grouped = q.reshape(B, T, k.shape[2], H // k.shape[2], d)
     if T <= QUERIES:
         return _block(grouped, k, v, jnp.asarray(at), first, window, group).reshape(q.shape)
     blocks = -(-T // QUERIES)

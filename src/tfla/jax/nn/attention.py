@@ -191,8 +191,9 @@ class Attention(nnx.Module):
         if self.window is not None:
             visible &= token > place[:, None] - self.window
         sinks = self._sinks()
+        group = q.shape[2] // self.num_kv_heads
         h = masked(
-            q.reshape(*q.shape[:2], self.num_kv_heads, -1, self.head_dim), k.astype(q.dtype), v.astype(q.dtype),
+            q.reshape(*q.shape[:2], self.num_kv_heads, group, self.head_dim), k.astype(q.dtype), v.astype(q.dtype),
             visible[:, None], None if sinks is None else sinks.reshape(self.num_kv_heads, -1, 1, 1),
         )  # fmt: skip
         return self.out_proj(h.reshape(x.shape)), KeyValues(k, v, start, place + 1)

@@ -224,7 +224,7 @@ class Mamba2(RecurrentMixer):
 
 def _joined(x: Array) -> Array:
     """Return (..., heads, dim) as (..., heads dim)."""
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 MIXERS: dict[str, type[RecurrentMixer | Attention]] = {

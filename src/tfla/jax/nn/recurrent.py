@@ -383,4 +383,4 @@ def input_projection(in_features: int, out_features: int, options: Options) -> n
 
 def by_heads(x: Array, dim: int) -> Array:
     """Return (..., heads dim) as (..., heads, dim)."""
-    return x.reshape(*x.shape[:-1], -1, dim)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // dim, dim)
