@@ -104,6 +104,15 @@ def test_cu_seqlens_and_document_start_agree(
     close(packed, model(ids, document_start=starts))
 
 
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "retnet", "kda", "attention"])
+def test_a_file_has_a_state(mixer: str, make_model: Make, ids: Tensor, tmp_path: Path) -> None:
+    _, state = make_model(mixer=mixer)(ids, return_state=True)
+    torch.save(state, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt")
+    assert [type(x) for x in found] == [type(x) for x in state]
+    assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(state), strict=True))
+
+
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig"])
 def test_packed_sequences_have_a_state_each(mixer: str, make_model: Make, close: Close, ids: Tensor) -> None:
     model = make_model(mixer)

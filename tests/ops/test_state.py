@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,14 @@ def test_lists_of_rows_do_not_depend_on_the_default_device() -> None:
             whole.gather([4])
     assert torch.equal(whole.C[1:2], new.C)
     assert not whole.C[3].any()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_file_has_a_state(tmp_path: Path, normalize: bool) -> None:
+    torch.save([state(4, normalize)], tmp_path / "state.pt")
+    (found,) = torch.load(tmp_path / "state.pt")
+    assert type(found) is tfla.State
+    assert all(torch.equal(a, b) for a, b in zip(parts(found), parts(state(4, normalize)), strict=True))
 
 
 def test_scatter_of_what_is_no_state() -> None:

@@ -124,3 +124,6 @@ class MixerState(NamedTuple):
         recurrence = State(*(None if t is None else fn(t) for t in self.recurrence))  # type: ignore[arg-type]
         position = None if self.position is None else fn(self.position)
         return MixerState(recurrence, tuple(map(fn, self.convolution)), position)
+
+
+torch.serialization.add_safe_globals([MixerState])  # so that torch.load reads states by default

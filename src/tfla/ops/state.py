@@ -20,7 +20,8 @@ class State(NamedTuple):
 
     With ``cu_seqlens``, B is the number of sequences. All tensors are float32, or float64 if q is float64. For
     decoding, C and n may also be bfloat16 or float16. The value of m is a choice of the computation and cancels out of
-    every result. Gradients reach the true state through C and n; a returned m carries none.
+    every result. Gradients reach the true state through C and n; a returned m carries none. `torch.save` writes a state
+    and `torch.load` reads it, with its default ``weights_only=True``.
 
     Attributes:
         C: (B, H, dqk, dhv).
@@ -169,6 +170,9 @@ class State(NamedTuple):
                 twice = next(row for row in given if given.count(row) > 1)
                 raise ValueError(f"rows: got {twice} more than once, expected each sequence once")
         return rows.to(self.C.device, torch.int64)
+
+
+torch.serialization.add_safe_globals([State])  # so that torch.load reads states by default
 
 
 def check_rows_of(name: str, given: object, own: Tensor, index: Tensor) -> None:

@@ -255,6 +255,9 @@ class KeyValues(NamedTuple):
         return State(self.k)._index(rows)
 
 
+torch.serialization.add_safe_globals([KeyValues])  # so that torch.load reads states by default
+
+
 def _given(t: Tensor | None) -> Tensor:
     """Return a part of a cache with room for more tokens, which has all of them."""
     assert t is not None
