@@ -119,6 +119,18 @@ def test_a_file_has_a_state(tmp_path: Path, normalize: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parts(found), parts(state(4, normalize)), strict=True))
 
 
+def test_compile() -> None:
+    def run(whole: tfla.State, rows: torch.Tensor) -> tfla.State:
+        whole.scatter(rows, tfla.State(*(t[:2] for t in whole)))  # views of what is overwritten
+        whole.reset([3])
+        return whole.gather([1, 2])
+
+    compiled, expected, rows = state(4), state(4), torch.tensor([1, 0])
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(compiled, rows)
+    for a, b in ((found, run(expected, rows)), (compiled, expected)):
+        assert all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+
+
 def test_scatter_of_what_is_no_state() -> None:
     with pytest.raises(TypeError, match=r"^states: got tuple, expected tfla.State"):
         state(4).scatter([0], tuple(state(1)))

@@ -191,6 +191,7 @@ def check_rows_of(name: str, given: object, own: Tensor, index: Tensor) -> None:
 def overwrite_rows(own: Tensor, index: Tensor, given: Tensor) -> None:
     """Overwrite rows of ``own`` in place by ``given``, which may be a view of ``own``."""
     given = given.to(own)
-    if given.untyped_storage()._cdata == own.untyped_storage()._cdata:
+    # A compiler cannot compare memory, and makes no copy that nothing needs.
+    if torch.compiler.is_compiling() or given.untyped_storage()._cdata == own.untyped_storage()._cdata:
         given = given.clone()
     own.index_copy_(0, index, given)
