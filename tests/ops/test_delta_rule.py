@@ -405,6 +405,17 @@ def test_vmap() -> None:
     assert error(found, expected) < 1e-12
 
 
+def test_batched_cotangents() -> None:
+    p = delta_problem("kda", T=9)
+    leaves = fresh(p)
+    h, _ = call(p, leaves)
+    given, inputs = torch.stack([p.dh, p.dh.flip(1)]), [*leaves.values()]
+    found = torch.autograd.grad(h, inputs, given, is_grads_batched=True, retain_graph=True)
+    for j in range(2):
+        expected = torch.autograd.grad(h, inputs, given[j], retain_graph=True)
+        assert all(error(a[j], b) < 1e-12 for a, b in zip(found, expected, strict=True))
+
+
 def test_autocast() -> None:
     p = delta_problem("kda", T=40, dtype=torch.float32)
     given = [p.leaves[name] for name in ("q", "k", "v", "beta", "log_f")]

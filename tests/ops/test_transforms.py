@@ -419,6 +419,19 @@ def test_vmap(implementation: Implementation, case: dict[str, Any]) -> None:
     assert error(x.grad.movedim(3, 0), gradients) < 1e-6
 
 
+def test_batched_cotangents(implementation: Implementation) -> None:
+    """`is_grads_batched` maps over cotangents by a vmap that is older than that of torch.func."""
+    p = problem(dtype=implementation.widest, T=9)
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves_of(p, implementation).items()}
+    h, state = call(p, leaves, **implementation.options)
+    given = [torch.stack([t.sin(), t.cos()]).detach() for t in (h, state.C)]
+    inputs = [*leaves.values()]
+    found = torch.autograd.grad((h, state.C), inputs, given, is_grads_batched=True, retain_graph=True)
+    for j in range(2):
+        expected = torch.autograd.grad((h, state.C), inputs, [t[j] for t in given], retain_graph=True)
+        assert all(error(a[j], b) < 1e-6 for a, b in zip(found, expected, strict=True))
+
+
 def test_vmap_over_offsets_of_packed_sequences() -> None:
     p = problem(lengths=(20, 0, 17))
     offsets = torch.tensor([[0, 20, 20, 37], [0, 1, 30, 37]])

@@ -258,9 +258,11 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
     given = [*grads, *[None] * (operator.num_cotangents - len(grads))]
     if given[0] is None:
         given[0] = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+    # `is_grads_batched` of PyTorch's autograd maps over cotangents by an older vmap, which calls registered operators.
+    mapped = any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in given)
     # A backward that is itself recorded or traced is the registered operator, which has a derivative.
-    if torch.is_grad_enabled() or needs_dispatcher((*x, *given)):
-        if forward_mode((*x, *given)):
+    if mapped or torch.is_grad_enabled() or needs_dispatcher((*x, *given)):
+        if not mapped and forward_mode((*x, *given)):
             return [*derivatives.gradients(operator.differentiable, x, given, spec), None]
         flops.register()
         args = operator.backward_schema.pack(x, (*saved, *given), ctx.backend.name, spec)
