@@ -103,6 +103,13 @@ def test_calls_can_be_left_out() -> None:
     assert [call.name for call in found.calls] == ["a forward of 2 x 5 steps"]
 
 
+@pytest.mark.usefixtures("pretend")
+@pytest.mark.parametrize("options", [{"return_state": True}, {"return_state": False}, {"states_every": 2}])
+def test_options_about_states(options: dict[str, Any]) -> None:
+    found = tfla.warmup(*SIZES, form="gla", device="cpu", dtype=torch.float32, **options)
+    assert len(found.calls) == 3
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="form: got 'rwkv', expected one of mlstm_exp, "):
         tfla.warmup(*SIZES, form="rwkv")  # type: ignore[arg-type]

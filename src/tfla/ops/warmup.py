@@ -146,18 +146,20 @@ def _forward(operator: Callable[..., Any], given: dict[str, Any]) -> Callable[[]
 
     @torch.no_grad()
     def call() -> object:
-        return operator(**given, **options)
+        return operator(**given | options)
 
     return call
 
 
 def _backward(operator: Callable[..., Any], given: dict[str, Any]) -> Callable[[], object]:
     """Return a call and its backward for all tensors."""
+    options = {"return_state": True} if given.get("states_every") is not None else {}
 
     @torch.enable_grad()
     def call() -> object:
         leaves = {name: t.detach().requires_grad_() for name, t in given.items() if _is_leaf(t)}
-        h = operator(**given | leaves)
+        found = operator(**options | given | leaves)
+        h = found[0] if isinstance(found, tuple) else found
         return torch.autograd.grad(h, list(leaves.values()), torch.ones_like(h))
 
     return call
