@@ -108,6 +108,8 @@ def test_what_is_before_a_document_takes_no_room(window: int | None) -> None:
     for t in range(15, 28):
         y, state = attention.step(jnp.repeat(x[:, t], 2, 0), state)
         near(y[1], whole[0, t - 12])
+        full = 15 + 16 - (12 if window is None else window - 1)  # the first sequence has kept so many tokens
+        assert jnp.isnan(y[0]).all() == (t >= full)
     near(state.tokens(), [25, 16], 0)
 
 

@@ -49,7 +49,7 @@ class KeyValues(NamedTuple):
         """Return a state with room for ``capacity`` tokens of each sequence, whose shape no step changes.
 
         Each sequence has the tokens of its document from its first place on, whatever is before them in this state. A
-        token after the last place is not stored.
+        step of a sequence without room yields NaN, and stores nothing.
 
         Args:
             capacity: the number of tokens that each sequence has room for.
@@ -196,7 +196,8 @@ class Attention(nnx.Module):
             q.reshape(*q.shape[:2], self.num_kv_heads, group, self.head_dim), k.astype(q.dtype), v.astype(q.dtype),
             visible[:, None], None if sinks is None else sinks.reshape(self.num_kv_heads, -1, 1, 1),
         )  # fmt: skip
-        return self.out_proj(h.reshape(x.shape)), KeyValues(k, v, start, place + 1)
+        h = jnp.where((place < k.shape[1])[:, None], h.reshape(x.shape), jnp.nan)
+        return self.out_proj(h), KeyValues(k, v, start, place + 1)
 
     def initial_state(self, batch_size: int) -> KeyValues:
         """Return the cache of `batch_size` sequences without tokens, in the weights' dtype."""
