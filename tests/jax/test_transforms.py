@@ -13,6 +13,7 @@ from cases import problem
 from jax_cases import SHAPE, leaves_of
 
 import tfla.jax
+from tfla.jax.nn import KeyValues, MixerState
 
 Arrays = list[Any]
 
@@ -157,6 +158,13 @@ def test_export_with_a_symbolic_batch(name: str) -> None:
 
     for function in (lambda *x: run(*x, return_state=True)[0], from_zeros):
         close(jax.export.export(jax.jit(function))(*given).call(*x), run(*x))
+
+
+@pytest.mark.parametrize("kind", [tfla.jax.State, MixerState, KeyValues])
+def test_exports_with_states_can_be_serialized(kind: Any) -> None:
+    """JAX knows the states already, by their public names; to write the bytes it needs flatbuffers."""
+    with pytest.raises(ValueError, match=r"[Dd]uplicate serialization registration"):
+        jax.export.register_namedtuple_serialization(kind, serialized_name="another")
 
 
 @pytest.mark.parametrize("name", ["mlstm", "delta_rule"])

@@ -125,6 +125,10 @@ class State(NamedTuple):
         return State(*(None if x is None else fn(jnp.asarray(x)) for x in self))  # type: ignore[arg-type]
 
 
+# So that exported functions with states can be serialized.
+jax.export.register_namedtuple_serialization(State, serialized_name="tfla.jax.State")
+
+
 def _written(x: Array, index: Array, new: Array) -> Array:
     """Return x, divided over devices as it is, with new values at some indices of its first dim."""
     return divided(lambda x, at, new: x.at[at].set(new), axes_of(x), x, index, new.astype(x.dtype))

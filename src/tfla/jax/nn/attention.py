@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -68,6 +69,9 @@ class KeyValues(NamedTuple):
         token = jnp.minimum(before[:, None] + jnp.arange(capacity), capacity - 1)[..., None, None]
         k, v = (jnp.take_along_axis(x, token, axis=1) for x in (k, v))
         return KeyValues(k, v, jnp.minimum(self.start, 0), length - before)
+
+
+jax.export.register_namedtuple_serialization(KeyValues, serialized_name="tfla.jax.nn.KeyValues")
 
 
 class Sinks(nnx.Module):

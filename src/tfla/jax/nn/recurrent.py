@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -45,6 +46,9 @@ class MixerState(NamedTuple):
     recurrence: State
     convolution: tuple[Array, ...] = ()
     position: Array | None = None
+
+
+jax.export.register_namedtuple_serialization(MixerState, serialized_name="tfla.jax.nn.MixerState")
 
 
 class Run:
