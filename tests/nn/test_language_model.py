@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, treespec_dumps, treespec_loads
 
 from tfla.integrations.transformers import load_xlstm
 from tfla.nn import LanguageModel, ModelConfig
@@ -110,6 +110,8 @@ def test_a_file_has_a_state(mixer: str, make_model: Make, ids: Tensor, tmp_path:
     torch.save(state, tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt")
     assert [type(x) for x in found] == [type(x) for x in state]
+    structure = tree_structure(state)  # which torch.export.save writes
+    assert treespec_loads(treespec_dumps(structure)) == structure
     assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(state), strict=True))
 
 

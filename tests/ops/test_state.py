@@ -119,6 +119,20 @@ def test_a_file_has_a_state(tmp_path: Path, normalize: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parts(found), parts(state(4, normalize)), strict=True))
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_an_exported_program_with_a_state_is_saved(tmp_path: Path, normalize: bool) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q: torch.Tensor, v: torch.Tensor, f: torch.Tensor, s: tfla.State) -> Any:
+            return tfla.linear_attention_step(q, q, v, f, s, normalize=normalize)
+
+    q, v, f = torch.randn(4, 2, 3), torch.randn(4, 2, 5), -torch.rand(4, 2)
+    torch.export.save(torch.export.export(Step(), (q, v, f, state(4, normalize))), tmp_path / "step.pt2")
+    h, found = torch.export.load(tmp_path / "step.pt2").module()(q, v, f, state(4, normalize))
+    expected = Step()(q, v, f, state(4, normalize))
+    assert type(found) is tfla.State
+    assert all(torch.equal(a, b) for a, b in zip([h, *parts(found)], [expected[0], *parts(expected[1])], strict=True))
+
+
 def test_compile() -> None:
     def run(whole: tfla.State, rows: torch.Tensor) -> tfla.State:
         whole.scatter(rows, tfla.State(*(t[:2] for t in whole)))  # views of what is overwritten

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.ops.state import State, check_rows_of, overwrite_rows
+from tfla.ops.state import State, check_rows_of, overwrite_rows, register_state
 from tfla.ops.state_pool import PoolRows
 
 
@@ -126,4 +126,4 @@ class MixerState(NamedTuple):
         return MixerState(recurrence, tuple(map(fn, self.convolution)), position)
 
 
-torch.serialization.add_safe_globals([MixerState])  # so that torch.load reads states by default
+register_state(MixerState, "tfla.nn.MixerState")

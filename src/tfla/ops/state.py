@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from tfla._util.device import check_device
 from tfla.ops.transforms import needs_dispatcher
@@ -172,7 +173,13 @@ class State(NamedTuple):
         return rows.to(self.C.device, torch.int64)
 
 
-torch.serialization.add_safe_globals([State])  # so that torch.load reads states by default
+def register_state(kind: type, name: str) -> None:
+    """Let torch.load read states of a type by default, and torch.export.save write programs with them."""
+    torch.serialization.add_safe_globals([kind])
+    _register_namedtuple(kind, serialized_type_name=name)
+
+
+register_state(State, "tfla.State")
 
 
 def check_rows_of(name: str, given: object, own: Tensor, index: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tfla.ops.state import State
+from tfla.ops.state import State, register_state
 from tfla.ops.state_pool import PoolRows
 
 
@@ -255,7 +255,7 @@ class KeyValues(NamedTuple):
         return State(self.k)._index(rows)
 
 
-torch.serialization.add_safe_globals([KeyValues])  # so that torch.load reads states by default
+register_state(KeyValues, "tfla.nn.KeyValues")
 
 
 def _given(t: Tensor | None) -> Tensor:
