@@ -174,6 +174,19 @@ def test_training_goes_through_a_cache(make_xlstm: Make, tokens: Tokens) -> None
     assert error(torch.autograd.grad(logits, embedded, cotangent)[0], whole) <= TOLERANCE[torch.float32]
 
 
+def test_checkpointing_goes_through_a_cache(make_xlstm: Make, tokens: Tokens) -> None:
+    """The backward computes a block again from the state of its call, which the model has overwritten since."""
+    model, ids = accelerate(make_xlstm(torch.float64)).train(), tokens(2, 24)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    cotangent = torch.randn(2, 24, 61, generator=torch.Generator().manual_seed(1))
+    whole = torch.autograd.grad(model(inputs_embeds=embedded, use_cache=False).logits, embedded, cotangent)[0]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    cache = xLSTMCache(model.config, 2, dtype=torch.float64)
+    parts = [model(inputs_embeds=part, cache_params=cache).logits for part in embedded.split((9, 14, 1), 1)]
+    found = torch.autograd.grad(torch.cat(parts, 1), embedded, cotangent)[0]
+    assert error(found, whole) <= TOLERANCE[torch.float32]
+
+
 def test_generate(make_xlstm: Make, tokens: Tokens, device: str) -> None:
     model, prompt = make_xlstm(device=device), tokens(3, 21).to(device)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}

@@ -80,11 +80,10 @@ class PaddingHooks:
         self._tokens_read.clear()
         self.in_forward = True
         self.mask = select_new_tokens(arguments.get("attention_mask"), *inputs.shape[:2])
-        if self.mask is not None:
-            for block in backbone.blocks:
-                checkpoint = getattr(block, "_gradient_checkpointing_func", None)
-                if checkpoint is not None and not isinstance(checkpoint, MaskedCheckpoint):
-                    block._gradient_checkpointing_func = MaskedCheckpoint(checkpoint, self)
+        for block in backbone.blocks:
+            checkpoint = getattr(block, "_gradient_checkpointing_func", None)
+            if checkpoint is not None and not isinstance(checkpoint, MaskedCheckpoint):
+                block._gradient_checkpointing_func = MaskedCheckpoint(checkpoint, self)
         has_cache = arguments.get("cache_params") is not None
         if not has_cache and _creates_cache(backbone, inputs.shape[1], arguments.get("use_cache")):
             arguments["cache_params"] = _make_cache(backbone, inputs)
@@ -105,7 +104,7 @@ class PaddingHooks:
 class MaskedCheckpoint:
     """A wrapper of a block's gradient checkpointing.
 
-    The backward computes the block a second time, and the wrapper sets the mask of the first time for it.
+    The backward computes the block a second time, and the wrapper gives it the mask and the state of the first time.
 
     Args:
         original: the checkpointing function of the block.
@@ -117,6 +116,8 @@ class MaskedCheckpoint:
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         """Call the block's function `run` with checkpointing."""
+        # The model writes the new state over the tensors of the old one, which the backward reads again.
+        args = tuple(tuple(t.clone() for t in arg) if isinstance(arg, tuple | list) else arg for arg in args)
         return self.original(functools.partial(self._run_with_mask, run, self.padding.mask), *args)
 
     def _run_with_mask(self, run: Callable[..., Any], mask: Tensor | None, *args: Any) -> Any:
