@@ -283,6 +283,15 @@ def test_methods_trace_without_graph_breaks(close: Close, ids: Tensor, document_
         close(step(ids[:, 0], state)[0], model.step(ids[:, 0], state)[0])
 
 
+def test_exported_for_any_batch(close: Close, ids: Tensor) -> None:
+    mixers = ["mlstm_exp", "mamba2", "retnet", "gla", "delta_net", "gated_delta_net", "kda", "attention"]
+    model = build("hybrid of recurrences", layers=mixers, num_blocks=8)
+    B = torch.export.Dim("B", max=64)
+    exported = torch.export.export(model, (ids,), dynamic_shapes={"ids": {0: B}}).module()
+    more = torch.cat([ids, ids.flip(0), ids[:1]])
+    close(exported(more), model(more))
+
+
 def test_states_of_other_mixers_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
     gla, attention = build("gla"), build("grouped attention")

@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
         check_inputs(ids, state, len(self.blocks), document_start, cu_seqlens)
         check_flags(return_state=return_state)
         x = embed(self.embedding, ids)
-        rows = self._find_rows(state, state_indices, len(ids) if cu_seqlens is None else len(cu_seqlens) - 1)
+        rows = self._find_rows(state, state_indices, ids.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
         if rows is not None and return_state:
             self._check_room(state, rows, ids, document_start, cu_seqlens)
         states: list[Any] = []
@@ -133,7 +133,7 @@ class LanguageModel(nn.Module):
         check_int("states_every", states_every, 1)
         check_inputs(ids, state, len(self.blocks))
         x, last, between = embed(self.embedding, ids), [], []
-        rows = self._find_rows(state, state_indices, len(ids))
+        rows = self._find_rows(state, state_indices, ids.shape[0])
         if rows is not None:
             self._check_room(state, rows, ids, None, None)
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
@@ -305,7 +305,7 @@ class LanguageModel(nn.Module):
         check_flags(in_place=in_place)
         check_num_entries(state, len(self.blocks))
         x = embed(self.embedding, ids)
-        rows = self._find_rows(state, state_indices, len(ids))
+        rows = self._find_rows(state, state_indices, ids.shape[0])
         pool.check_room_for_steps(state, rows, 1)
         states = []
         for block, before in zip(self.blocks, state, strict=True):
@@ -342,7 +342,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"ids: got T = {ids.shape[1]}, expected from 1 to {LONGEST_STEPS} tokens")
         check_num_entries(state, len(self.blocks))
         x, accepts = embed(self.embedding, ids), []
-        rows = self._find_rows(state, state_indices, len(ids))
+        rows = self._find_rows(state, state_indices, ids.shape[0])
         pool.check_room_for_steps(state, rows, ids.shape[1])
         for block, before in zip(self.blocks, state, strict=True):
             x, accept = block.steps(x, before, in_place, rows)

@@ -103,7 +103,7 @@ class RecurrentMixer(SequenceMixer):
         it. With ``cu_seqlens`` they reach no other sequence, but with ``context_parallel`` this holds only where states
         are given or returned: other calls close gates, since the exchange is faster.
         """
-        sequences = len(x) if cu_seqlens is None and rows is None else None
+        sequences = x.shape[0] if cu_seqlens is None and rows is None else None
         check = functools.partial(self._check_state, state, sequences)
         start = functools.partial(
             SequencePass, self, x, state, document_start, cu_seqlens, return_state, states_every, rows
@@ -127,7 +127,7 @@ class RecurrentMixer(SequenceMixer):
         self, x: Tensor, state: MixerState, in_place: bool = False, rows: PoolRows | None = None
     ) -> tuple[Tensor, MixerState]:
         """Run :meth:`SequenceMixer.step`."""
-        self._check_state(state, None if rows is not None else len(x))
+        self._check_state(state, None if rows is not None else x.shape[0])
         run = StepPass(self, state, in_place, rows)
         return self.mix(x, run), run.new_state()
 
@@ -135,7 +135,7 @@ class RecurrentMixer(SequenceMixer):
         self, x: Tensor, state: MixerState, in_place: bool = False, rows: PoolRows | None = None
     ) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps`."""
-        self._check_state(state, None if rows is not None else len(x))
+        self._check_state(state, None if rows is not None else x.shape[0])
         run = StepsPass(self, state, x.shape[1], in_place, rows)
         return self.mix(x, run), run.accept
 
