@@ -29,6 +29,8 @@ def save(model: LanguageModel, directory: str | Path) -> None:
     safetensors = import_safetensors()
     directory = Path(directory)
     tensors = {name: _whole(t.detach()).contiguous() for name, t in model.state_dict().items()}
+    if model.unembedding.weight is model.embedding.weight:  # a file has no tensors that share memory
+        tensors["unembedding.weight"] = tensors["unembedding.weight"].clone()
     if any(hasattr(t, "full_tensor") for t in model.parameters()) and torch.distributed.get_rank():
         return  # the first process writes
     directory.mkdir(parents=True, exist_ok=True)

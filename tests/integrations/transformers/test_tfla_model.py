@@ -132,6 +132,20 @@ def test_tied_embeddings_and_resized_ones(tmp_path: Path) -> None:
     assert error(model(ids).logits[..., :61], before) <= 1e-12
 
 
+def test_tied_embeddings_stay_tied_when_converted(tmp_path: Path) -> None:
+    model, ids = make(tie_word_embeddings=True), draw(2, 9)
+    own = model.to_language_model()
+    assert own.unembedding.weight is own.embedding.weight
+    own.save_pretrained(tmp_path / "own")
+    assert error(LanguageModel.from_pretrained(tmp_path / "own")(ids), model(ids).logits) <= 1e-12
+    again = TflaForCausalLM.from_language_model(own)
+    assert again.lm_head.weight is again.model.embedding.weight
+    again.save_pretrained(tmp_path / "again")
+    assert error(TflaForCausalLM.from_pretrained(tmp_path / "again")(ids).logits, model(ids).logits) <= 1e-12
+    with pytest.raises(ValueError, match=r"^tie_word_embeddings: got False, expected True, as in the model$"):
+        TflaForCausalLM.from_language_model(own, tie_word_embeddings=False)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     model, ids = make().train(), draw(2, 12)

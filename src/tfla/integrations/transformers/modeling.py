@@ -312,6 +312,8 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             model = LanguageModel(self.config.to_model_config())
         model.load_state_dict({own_name(name): t for name, t in self.state_dict().items()}, assign=True)
+        if self.lm_head.weight is self.model.embedding.weight:
+            model.unembedding.weight = model.embedding.weight
         return model
 
     @classmethod
@@ -320,17 +322,24 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
 
         Args:
             model: the model.
-            kwargs: further arguments of :class:`TflaConfig`, such as ``eos_token_id``.
+            kwargs: further arguments of :class:`TflaConfig`, such as ``eos_token_id``. ``tie_word_embeddings`` is
+                whether embedding and unembedding of the model are one parameter.
 
         Raises:
             TypeError: model is no LanguageModel.
+            ValueError: ``tie_word_embeddings`` is not as in the model.
         """
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel of tfla.nn")
+        tied = model.unembedding.weight is model.embedding.weight
+        if kwargs.setdefault("tie_word_embeddings", tied) != tied:
+            raise ValueError(f"tie_word_embeddings: got {not tied}, expected {tied}, as in the model")
         with torch.device("meta"):
             found = cls(TflaConfig(model_type=TflaConfig.model_type, **model.config.to_dict(), **kwargs))
         tensors = model.state_dict()
         found.load_state_dict({name: tensors[own_name(name)] for name in found.state_dict()}, assign=True)
+        if tied:
+            found.lm_head.weight = found.model.embedding.weight
         return found
 
 
