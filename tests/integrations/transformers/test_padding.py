@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import TOLERANCE, error
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from tfla.integrations.transformers import accelerate
 
@@ -53,13 +54,16 @@ def test_rows_are_as_alone(make_xlstm: Make, rows: list[Tensor], device: str, si
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["", "model", "xLSTMBlock", "xLSTMLayer"])
 def test_gradients_are_those_of_the_rows_alone(
-    make_xlstm: Make, rows: list[Tensor], device: str, side: str, checkpointing: bool
+    make_xlstm: Make, rows: list[Tensor], device: str, side: str, checkpointing: str
 ) -> None:
-    model = accelerate(make_xlstm(torch.float64, device, norm_reduction_force_float32=False)).train()
-    if checkpointing:
+    model = make_xlstm(torch.float64, device, norm_reduction_force_float32=False).train()
+    if checkpointing == "model":
         model.gradient_checkpointing_enable()
+    elif checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == checkpointing)
+    accelerate(model)
     ids, mask = padded(rows, side)
     labels = ids.masked_fill(mask == 0, -100)
     labels[mask.cumsum(1) == 1] = -100  # a row alone predicts no first token

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 PARAMETERS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")  # the first ones of xLSTMModel.forward
+# The attributes that have the checkpointing function of a module: that of transformers, and of PyTorch's wrapper.
+CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class PaddingHooks:
@@ -42,12 +45,12 @@ class PaddingHooks:
         ]
 
     def detach(self, backbone: nn.Module) -> None:
-        """Remove the hooks from the backbone, and the wrappers of its blocks' gradient checkpointing."""
+        """Remove the hooks from the backbone, and the wrappers of the gradient checkpointing in it."""
         for hook in self._hooks:
             hook.remove()
-        for block in backbone.blocks:  # type: ignore[union-attr]
-            if isinstance(checkpoint := getattr(block, "_gradient_checkpointing_func", None), MaskedCheckpoint):
-                block._gradient_checkpointing_func = checkpoint.original
+        for module, name, checkpoint in _checkpoints(backbone):
+            if isinstance(checkpoint, MaskedCheckpoint):
+                setattr(module, name, checkpoint.original)
 
     @contextmanager
     def use_mask(self, mask: Tensor | None) -> Iterator[None]:
@@ -80,10 +83,9 @@ class PaddingHooks:
         self._tokens_read.clear()
         self.in_forward = True
         self.mask = select_new_tokens(arguments.get("attention_mask"), *inputs.shape[:2])
-        for block in backbone.blocks:
-            checkpoint = getattr(block, "_gradient_checkpointing_func", None)
-            if checkpoint is not None and not isinstance(checkpoint, MaskedCheckpoint):
-                block._gradient_checkpointing_func = MaskedCheckpoint(checkpoint, self)
+        for module, name, checkpoint in _checkpoints(backbone) if torch.is_grad_enabled() else ():
+            if not isinstance(checkpoint, MaskedCheckpoint):
+                setattr(module, name, MaskedCheckpoint(checkpoint, self))
         has_cache = arguments.get("cache_params") is not None
         if not has_cache and _creates_cache(backbone, inputs.shape[1], arguments.get("use_cache")):
             arguments["cache_params"] = _make_cache(backbone, inputs)
@@ -102,28 +104,38 @@ class PaddingHooks:
 
 
 class MaskedCheckpoint:
-    """A wrapper of a block's gradient checkpointing.
+    """A wrapper of a module's gradient checkpointing.
 
-    The backward computes the block a second time, and the wrapper gives it the mask and the state of the first time.
+    The backward computes the module a second time, and the wrapper gives it the mask and the state of the first time.
 
     Args:
-        original: the checkpointing function of the block.
+        original: the checkpointing function of the module.
         padding: the hooks of the model.
     """
 
     def __init__(self, original: Callable[..., Any], padding: PaddingHooks) -> None:
         self.original, self.padding = original, padding
 
-    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call the block's function `run` with checkpointing."""
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the module's function `run` with checkpointing."""
         # The model writes the new state over the tensors of the old one, which the backward reads again.
-        args = tuple(tuple(t.clone() for t in arg) if isinstance(arg, tuple | list) else arg for arg in args)
-        return self.original(functools.partial(self._run_with_mask, run, self.padding.mask), *args)
+        args = tuple(arg if isinstance(arg, Tensor) else tree_map_only(Tensor, Tensor.clone, arg) for arg in args)
+        return self.original(functools.partial(self._run_with_mask, run, self.padding.mask), *args, **kwargs)
 
-    def _run_with_mask(self, run: Callable[..., Any], mask: Tensor | None, *args: Any) -> Any:
-        """Call the block's function with the mask of its first call."""
+    def _run_with_mask(self, run: Callable[..., Any], mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's function with the mask of its first call."""
         with self.padding.use_mask(mask):
-            return run(*args)
+            return run(*args, **kwargs)
+
+
+def _checkpoints(backbone: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the modules in the backbone that have a checkpointing function, with its attribute and the function."""
+    return [
+        (module, name, vars(module)[name])
+        for module in backbone.modules()
+        for name in CHECKPOINTS
+        if vars(module).get(name) is not None
+    ]
 
 
 def select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:

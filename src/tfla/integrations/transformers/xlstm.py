@@ -28,20 +28,20 @@ def check_kernel(backbone: Any) -> None:
 def accelerate_backbone(backbone: Any, chunk_size: int | None, backend: str | None) -> None:
     """Make the layers of an xLSTMModel compute with :func:`tfla.mlstm`, with these options of the operator."""
     padding = PaddingHooks()
-    for block in backbone.blocks:
-        layer = block.mlstm_layer
+    for layer in _layers(backbone):
         layer.mlstm_backend = Cell(layer.mlstm_backend, padding, chunk_size, backend)
     padding.attach(backbone)
 
 
 def restore_backbone(backbone: Any) -> None:
     """Undo :func:`accelerate_backbone`; a backbone that was not accelerated stays as it is."""
-    cells = {
-        block.mlstm_layer: cell
-        for block in backbone.blocks
-        if isinstance(cell := block.mlstm_layer.mlstm_backend, Cell)
-    }
+    cells = {layer: cell for layer in _layers(backbone) if isinstance(cell := layer.mlstm_backend, Cell)}
     for padding in {cell.padding for cell in cells.values()}:
         padding.detach(backbone)
     for layer, cell in cells.items():
         (layer.mlstm_backend,) = cell.original_in_tuple
+
+
+def _layers(backbone: Any) -> list[Any]:
+    """Return the layers that have an ``mlstm_backend``, not wrappers that pass the attribute on."""
+    return [module for module in backbone.modules() if "mlstm_backend" in dict(module.named_children())]
