@@ -1,4 +1,5 @@
-"""Models that are not tfla's on several processes: xLSTM of transformers, and the example with a model of one's own."""
+"""Other models on several processes: xLSTM of transformers, the example with a model of one's own, and one with an
+:class:`MLSTMStack`, which tensor parallelism does not divide."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import free_ports, start
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tfla.distributed import parallelize
+from tfla.nn import LanguageModel, MLSTMStack, ModelConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallelize_own_model.py"
 LAYOUTS = (("--dp-shard", "2"), ("--cp", "2"), ("--tp", "2"))
@@ -24,10 +26,14 @@ STEPS = ("--steps", "4", "--device", "cpu")
 
 
 class Found(NamedTuple):
-    """Relative errors of the loss and of all gradients of an xLSTM, and the losses of the example, by layout."""
+    """Relative errors of the loss and of all gradients of an xLSTM, and the losses of the example, by layout.
+
+    ``stack`` is the largest error of a model with an MLSTMStack and of its gradients with tensor parallelism.
+    """
 
     xlstm: dict[str, tuple[float, float]]
     example: dict[str, list[float]]
+    stack: float
 
 
 def run_example(*args: str) -> list[float]:
@@ -73,6 +79,31 @@ def xlstm_errors() -> dict[str, tuple[float, float]]:
     return errors
 
 
+class WithStack(nn.Module):
+    """A language model with an MLSTMStack before the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.language_model = LanguageModel(ModelConfig(d_model=32, num_blocks=1, num_heads=2, vocab_size=16))
+        self.stack = MLSTMStack(32, 32, num_heads=2, batch_first=True)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.language_model.logits(self.stack(self.language_model.hidden(ids)[0])[0])
+
+
+def stack_error() -> float:
+    """Return the largest relative error of a model with an MLSTMStack on two processes that share heads."""
+    ids = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
+    single, model = WithStack(), parallelize(WithStack(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    expected, logits = single(ids), model(ids)
+    expected.square().mean().backward()
+    logits.square().mean().backward()
+    pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), single.parameters(), strict=True)]
+    return float(max((a - b).norm() / b.norm().clamp(min=1e-9) for a, b in [(logits, expected), *pairs]))
+
+
 def _run(rank: int, ports: list[int], target: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -82,9 +113,9 @@ def _run(rank: int, ports: list[int], target: Path) -> None:
         example[layout[0]] = run_example(*layout)
     os.environ["MASTER_PORT"] = str(ports[-1])
     dist.init_process_group("gloo")
-    xlstm = xlstm_errors()
+    xlstm, stack = xlstm_errors(), stack_error()
     if rank == 0:
-        torch.save(Found(xlstm, example), target)
+        torch.save(Found(xlstm, example, stack), target)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -109,3 +140,7 @@ def test_the_example_prints_the_same_losses_in_every_layout(found: Found, layout
     expected = run_example()
     assert len(expected) == 4
     assert found.example[layout] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_stack_is_the_same_on_every_process(found: Found) -> None:
+    assert found.stack < 1e-10

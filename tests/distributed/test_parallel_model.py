@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tfla.distributed import parallelize
-from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn import LanguageModel, MLSTMStack, ModelConfig
 from tfla.nn.pretrained import load_alone
 from tfla.train.ranks import Ranks
 
@@ -305,6 +305,8 @@ def _bad_layouts() -> dict[str, str]:
     odd = LanguageModel(ModelConfig(d_model=24, num_blocks=1, num_heads=2, vocab_size=8, ffn_multiple=8))
     small = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=4, vocab_size=8, ffn_multiple=1))
     taken = parallelize(make_model(torch.float32), mesh(("dp_shard",), 4))
+    tied = make_model(torch.float32)
+    tied.unembedding.weight = tied.embedding.weight
     calls: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "no mesh": (model, "tp", {}),
         "no names": (model, mesh(None, 4), {}),
@@ -319,6 +321,8 @@ def _bad_layouts() -> dict[str, str]:
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of its own": (own, mesh(("cp",), 4), {}),
         "tp of its own": (own, mesh(("tp",), 4), {}),
+        "tp of tied weights": (tied, mesh(("tp",), 4), {}),
+        "cp of a stack": (nn.Sequential(MLSTMStack(4, 4), model), mesh(("cp",), 4), {}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
         "gathers alone": (model, mesh(("tp",), 4), {"blocks_per_gather": 2}),
@@ -360,6 +364,10 @@ EXPECTED = {
     "states between processes",
     "tp of its own": "ValueError mesh: got tp of size 4, expected 1 for GatedLinearAttention, whose "
     "tensor_parallel does not say how processes share its modules",
+    "tp of tied weights": "ValueError mesh: got tp of size 4, expected 1 for a model whose unembedding.weight is its "
+    "embedding.weight",
+    "cp of a stack": "ValueError mesh: got cp of size 4, expected 1 for MLSTMStack, which has no exchange of states "
+    "between processes",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
     "gathers alone": "ValueError blocks_per_gather: got 2, expected 1 for a mesh without data parallelism",

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tfla.nn import HeadNorm, LanguageModel, SequenceMixer, SwiGLU
+from tfla.nn import HeadNorm, LanguageModel, MLSTMStack, SequenceMixer, SwiGLU
 from tfla.nn.layers import Sharding, wrap_forward
 from tfla.nn.mixers import Attention
 from tfla.nn.validation import check_int
@@ -223,6 +223,8 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
         raise ValueError("model: got one whose parameters are distributed already, expected plain tensors")
     tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
     mixers = [module for module in model.modules() if isinstance(module, SequenceMixer)]
+    if tp > 1:
+        _check_no_shared_parameters(model, tp)
     if tp > 1 and not mixers:
         raise ValueError(
             f"mesh: got tp of size {tp}, expected 1 for {type(model).__name__}, which has no mixer of tfla.nn"
@@ -244,9 +246,10 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
         for heads in {mixer.num_heads, getattr(mixer, "num_kv_heads", mixer.num_heads)}:
             if heads % tp:
                 raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {heads} heads")
-        if cp > 1 and not hasattr(mixer, "context_parallel"):
+    for layer in (*mixers, *_modules(model, MLSTMStack)):
+        if cp > 1 and not hasattr(layer, "context_parallel"):
             why = "which has no exchange of states between processes"
-            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {kind}, {why}")
+            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {type(layer).__name__}, {why}")
     for ffn in _modules(model, SwiGLU):
         if ffn.down_proj.in_features % tp:
             raise ValueError(
@@ -263,6 +266,15 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
     unknown = sorted(set(tp_plan or {}) - names)
     if unknown:
         raise ValueError(f"tp_plan: got {', '.join(unknown)}, expected names of modules of the model")
+
+
+def _check_no_shared_parameters(model: nn.Module, tp: int) -> None:
+    """Raise if a parameter belongs to two modules, of which tensor parallelism would make two parameters."""
+    names: dict[int, str] = {}
+    for at, module in model.named_modules():
+        for name, parameter in module.named_parameters(at, recurse=False):
+            if (other := names.setdefault(id(parameter), name)) != name:
+                raise ValueError(f"mesh: got tp of size {tp}, expected 1 for a model whose {name} is its {other}")
 
 
 def _context_parallel_layers(model: nn.Module) -> Iterator[Any]:
@@ -333,6 +345,7 @@ def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, 
     Every parameter becomes a DTensor on the mesh, so that one optimizer and one norm of gradients can hold them all.
     """
     plan: dict[str, ParallelStyle] = {}
+    divided = {part for mixer in _modules(model, SequenceMixer) for part in mixer.modules()}  # type: ignore[type-abstract]
     for name, module in model.named_modules():
         at = f"{name}." if name else ""
         if isinstance(module, SequenceMixer):
@@ -340,7 +353,7 @@ def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, 
             module.first_head = tp.get_local_rank() * (module.num_heads // tp.size())
             own = {part for part, _ in module.named_modules()}
             plan |= {at + part: STYLES[how]() for part, how in module.tensor_parallel.items() if part in own}
-        elif isinstance(module, HeadNorm):
+        elif isinstance(module, HeadNorm) and module in divided:
             plan[name] = _HeadsParallel()
         elif isinstance(module, SwiGLU):
             plan[name] = _Replicated()
