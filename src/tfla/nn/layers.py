@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
@@ -435,6 +436,7 @@ def wrap_forward(
             of the backward. Otherwise the checkpoint is around the compiled forward, which runs twice as it is.
     """
     backend = compile if isinstance(compile, str) else "inductor"
+    own: Any = block
 
     def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward as torch.compile makes it, if it does."""
@@ -446,9 +448,11 @@ def wrap_forward(
         """Run the forward; with gradients, the backward runs it again."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return own.checkpoint_fn(inner, *args, **kwargs)
 
     if checkpointing:
+        # The attribute has the name that it has in PyTorch's checkpoint_wrapper, so that others find and replace it.
+        own.checkpoint_fn = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         block.forward = compiled(checkpointed) if compile_recomputation else checkpointed
     elif compile:
         block.forward = inner

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from tfla.integrations.transformers import accelerate
+from tfla.nn.layers import wrap_forward
 
 Make = Callable[..., Any]
 Tokens = Callable[..., Tensor]
@@ -54,13 +55,16 @@ def test_rows_are_as_alone(make_xlstm: Make, rows: list[Tensor], device: str, si
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("checkpointing", ["", "model", "xLSTMBlock", "xLSTMLayer"])
+@pytest.mark.parametrize("checkpointing", ["", "model", "xLSTMBlock", "xLSTMLayer", "parallelize"])
 def test_gradients_are_those_of_the_rows_alone(
     make_xlstm: Make, rows: list[Tensor], device: str, side: str, checkpointing: str
 ) -> None:
     model = make_xlstm(torch.float64, device, norm_reduction_force_float32=False).train()
     if checkpointing == "model":
         model.gradient_checkpointing_enable()
+    elif checkpointing == "parallelize":
+        for block in model.backbone.blocks:
+            wrap_forward(block, checkpointing=True, compile=False)
     elif checkpointing:
         apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == checkpointing)
     accelerate(model)
