@@ -57,6 +57,18 @@ def test_a_program(program: types.ModuleType) -> None:
     assert ours.chunk_kda.__module__ == "tfla.integrations.fla.kda"
 
 
+def test_a_patch_that_failed_is_tried_again(program: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of the package may lack a function."""
+    original = program.attention
+    with monkeypatch.context() as without:
+        without.delattr("fla.ops.rwkv7.chunk_rwkv7")
+        with pytest.raises(AttributeError, match="chunk_rwkv7"):
+            ours.patch()
+    assert program.attention is original
+    ours.patch()
+    assert program.attention is not original
+
+
 def test_every_function_of_the_package_is_covered() -> None:
     pytest.importorskip("fla", reason='pip install "tfla[baselines]"')
     own = {name: f"tfla.integrations.fla.{module}" for module in MODULES for name in _names(module)}

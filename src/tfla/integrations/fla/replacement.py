@@ -70,6 +70,21 @@ def patch() -> None:
         return
     if not any(map(importlib.util.find_spec, ("fla", "transformers"))):
         raise ImportError("this needs flash-linear-attention or transformers: pip install fla-core")
+    try:
+        _add_functions()
+    except BaseException:
+        _REPLACEMENTS.pairs.clear()  # nothing is patched, and a later call tries again
+        raise
+    _REPLACEMENTS.apply()
+
+
+def restore() -> None:
+    """Undo :func:`patch`; without one it has no effect."""
+    _REPLACEMENTS.undo()
+
+
+def _add_functions() -> None:
+    """Add the functions of the package and of models of transformers to those that are replaced."""
     own = _own_functions()
     if importlib.util.find_spec("fla") is not None:
         for name, (module, function) in own.items():
@@ -82,12 +97,6 @@ def patch() -> None:
         if hasattr(hub, DECORATOR):
             _REPLACEMENTS.add(getattr(hub, DECORATOR), _decorator(getattr(hub, DECORATOR), own))
             getattr(importlib.import_module("transformers.integrations"), DECORATOR)  # binds the lazy attribute
-    _REPLACEMENTS.apply()
-
-
-def restore() -> None:
-    """Undo :func:`patch`; without one it has no effect."""
-    _REPLACEMENTS.undo()
 
 
 def _own_functions() -> dict[str, tuple[str, Function]]:
