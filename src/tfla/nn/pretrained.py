@@ -28,9 +28,7 @@ def save(model: LanguageModel, directory: str | Path) -> None:
     """Write a model into a directory, as :meth:`LanguageModel.save_pretrained` says."""
     safetensors = import_safetensors()
     directory = Path(directory)
-    tensors = {name: _whole(t.detach()).contiguous() for name, t in model.state_dict().items()}
-    if model.unembedding.weight is model.embedding.weight:  # a file has no tensors that share memory
-        tensors["unembedding.weight"] = tensors["unembedding.weight"].clone()
+    tensors = tensors_to_save(model)
     if any(hasattr(t, "full_tensor") for t in model.parameters()) and torch.distributed.get_rank():
         return  # the first process writes
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,6 +37,14 @@ def save(model: LanguageModel, directory: str | Path) -> None:
         directory / WEIGHTS, lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     )
     write_atomically(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def tensors_to_save(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the parameters of a model by name as a file has them: whole, contiguous, and each in memory of its own."""
+    tensors = {name: _whole(t.detach()).contiguous() for name, t in model.state_dict().items()}
+    if model.unembedding.weight is model.embedding.weight:
+        tensors["unembedding.weight"] = tensors["unembedding.weight"].clone()
+    return tensors
 
 
 def load(

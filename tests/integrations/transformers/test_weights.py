@@ -99,6 +99,13 @@ def test_a_tied_unembedding_is_a_copy(tmp_path: Path) -> None:
     assert torch.equal(loaded.unembedding.weight, loaded.embedding.weight)
 
 
+def test_a_tied_model_is_saved_with_both_weights(tokens: Tokens, tmp_path: Path) -> None:
+    model, ids = tfla_model(), tokens(2, 9)
+    model.unembedding.weight = model.embedding.weight
+    save_xlstm(model, tmp_path)
+    assert torch.equal(load_xlstm(tmp_path)(ids), model(ids))
+
+
 def test_the_7b_config_has_the_7b_sizes(tmp_path: Path) -> None:
     """transformers' default config is that of NX-AI/xLSTM-7b; it gives the config of tfla's 7B model."""
     from tfla.integrations.transformers import weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from tfla._util.device import check_device
 from tfla._util.files import write_atomically
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.pretrained import build_model, import_safetensors, read_tensors
+from tfla.nn.pretrained import build_model, import_safetensors, read_tensors, tensors_to_save
 from tfla.nn.validation import check_weights_dtype
 
 WeightMode = Literal["single", "fused"]
@@ -137,8 +137,8 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
     for field, allowed in needed.items():
         if getattr(config, field) != allowed:
             raise ValueError(f"model: got {field} {getattr(config, field)!r} in its config, expected {allowed!r}")
-    weights = model.state_dict()
-    tensors = {theirs: weights[ours].detach().contiguous() for theirs, ours in _tensor_names(config).items()}
+    weights = tensors_to_save(model)
+    tensors = {theirs: weights[ours] for theirs, ours in _tensor_names(config).items()}
     if weight_mode == "fused":
         tensors = _fuse(tensors, config)
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
