@@ -29,11 +29,14 @@ class Found(NamedTuple):
     """Relative errors of the loss and of all gradients of an xLSTM, and the losses of the example, by layout.
 
     ``stack`` is the largest error of a model with an MLSTMStack and of its gradients with tensor parallelism.
+    ``positions`` are the errors of a TflaForCausalLM whose document starts at a token, and ``padding`` is its error.
     """
 
     xlstm: dict[str, tuple[float, float]]
     example: dict[str, list[float]]
     stack: float
+    positions: dict[int, float]
+    padding: str
 
 
 def run_example(*args: str) -> list[float]:
@@ -104,6 +107,27 @@ def stack_error() -> float:
     return float(max((a - b).norm() / b.norm().clamp(min=1e-9) for a, b in [(logits, expected), *pairs]))
 
 
+def tfla_errors() -> tuple[dict[int, float], str]:
+    """Return the errors of a TflaForCausalLM on two processes that share steps: by document, and that of padding."""
+    from small_tfla import make
+
+    mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.arange(2, 14)[None]
+    single, model = (make(("gated_delta_net", "attention")).eval() for _ in range(2))
+    parallelize(model, mesh)
+    own, errors = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6), {}
+    for first in (6, 9):  # the first token of the second process, and one within its part
+        position = torch.cat([torch.arange(first), torch.arange(12 - first)])[None]
+        expected = single(ids, position_ids=position).logits[:, own]
+        off = (model(ids[:, own], position_ids=position[:, own]).logits - expected).abs().max()
+        dist.all_reduce(off, dist.ReduceOp.MAX)
+        errors[first] = off.item()
+    mask = torch.ones_like(ids)
+    mask[:, 9:] = 0
+    with pytest.raises(ValueError, match="padding") as raised:
+        model(ids[:, own], attention_mask=mask[:, own])
+    return errors, str(raised.value)
+
+
 def _run(rank: int, ports: list[int], target: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -113,9 +137,9 @@ def _run(rank: int, ports: list[int], target: Path) -> None:
         example[layout[0]] = run_example(*layout)
     os.environ["MASTER_PORT"] = str(ports[-1])
     dist.init_process_group("gloo")
-    xlstm, stack = xlstm_errors(), stack_error()
+    results = xlstm_errors(), example, stack_error(), *tfla_errors()
     if rank == 0:
-        torch.save(Found(xlstm, example, stack), target)
+        torch.save(Found(*results), target)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -144,3 +168,8 @@ def test_the_example_prints_the_same_losses_in_every_layout(found: Found, layout
 
 def test_a_stack_is_the_same_on_every_process(found: Found) -> None:
     assert found.stack < 1e-10
+
+
+def test_positions_and_padding_of_a_model_of_transformers(found: Found) -> None:
+    assert max(found.positions.values()) < 1e-10
+    assert found.padding == "attention_mask: got padding with context parallelism, expected None or no padding"

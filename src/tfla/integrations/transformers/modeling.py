@@ -186,13 +186,16 @@ class TflaModel(TflaPreTrainedModel):
             cache.check_fits(x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, len(self.blocks))
         state = None if cache is None else cache.state
         aligned = left_align(attention_mask, x.shape[0], x.shape[1], continues=state is not None)
+        group = getattr(self.blocks[0].mixer, "context_parallel", None)
+        if attention_mask is not None and group is not None:
+            _check_no_padding(group, aligned is not None, x)
         if aligned is not None:
             if cu_seqlens is not None or document_start is not None:
                 raise ValueError("attention_mask: got padding together with documents, expected at most one of them")
-            document_start = aligned.starts(_starts(position_ids, x, continues=False))
+            document_start = aligned.starts(_starts(position_ids, x, continues=False, divided=False))
             x = aligned.arrange(x)
         elif cu_seqlens is None and document_start is None:
-            document_start = _starts(position_ids, x, continues=state is not None)
+            document_start = _starts(position_ids, x, continues=state is not None, divided=group is not None)
         rows: Rows = {"document_start": document_start, "cu_seqlens": cu_seqlens}
 
         hidden_states, states = [], []
@@ -371,13 +374,24 @@ def own_name(name: str) -> str:
     return name.removeprefix("model.").replace("lm_head.", "unembedding.")
 
 
-def _starts(position_ids: Tensor | None, x: Tensor, continues: bool) -> Tensor | None:
+def _check_no_padding(group: Any, padded: bool, x: Tensor) -> None:
+    """Raise on every process of context parallelism if one has padding, which would move tokens between them."""
+    from tfla.ops.context_parallel.exchange import gather
+    from tfla.ops.context_parallel.group import context_parallel_of
+
+    placement, name = context_parallel_of(group)
+    if bool(gather(torch.tensor([int(padded)], device=x.device), name, placement.size).any()):
+        raise ValueError("attention_mask: got padding with context parallelism, expected None or no padding")
+
+
+def _starts(position_ids: Tensor | None, x: Tensor, continues: bool, divided: bool) -> Tensor | None:
     """Return where documents start (B, T) bool by positions; None where none starts after tokens of its row.
 
     Args:
         position_ids: (B, T) or (1, T) int64, or None.
         x: (B, T, d_model), the embeddings.
         continues: whether tokens of a cache come before, of which some callers give the positions too.
+        divided: whether other processes have other tokens of the rows; then all of them return a tensor.
 
     Raises:
         ValueError: positions have another shape.
@@ -389,7 +403,7 @@ def _starts(position_ids: Tensor | None, x: Tensor, continues: bool) -> Tensor |
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected ({B}, {T})")
     starts = (position_ids == 0).expand(x.shape[:2])
     # Without a cache a document starts at the first token anyway.
-    if not torch.compiler.is_compiling() and not bool((starts if continues else starts[:, 1:]).any()):
+    if not divided and not torch.compiler.is_compiling() and not bool((starts if continues else starts[:, 1:]).any()):
         return None
     return starts
 
