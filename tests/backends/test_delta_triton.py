@@ -187,7 +187,8 @@ def test_large_values_in_float16(model: str) -> None:
     st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.integers(0, 3),
 )  # fmt: skip
 def test_any_problem(model: str, T: int, K: int, V: int, heads: tuple[int, int], seed: int) -> None:
-    p = delta_problem(model, B=1, T=T, K=K, V=V, Hq=heads[0], H=heads[1], seed=seed, dtype=DTYPES[0])
+    B = 1 if INTERPRETED else 1 + 256 // T  # so many steps that errors of rounding to 16 bits are near their mean
+    p = delta_problem(model, B=B, T=T, K=K, V=V, Hq=heads[0], H=heads[1], seed=seed, dtype=DTYPES[0])
     check_beside_terms(p, solve(p))
 
 
