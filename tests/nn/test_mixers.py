@@ -283,31 +283,6 @@ def test_methods_trace_without_graph_breaks(close: Close, ids: Tensor, document_
         close(step(ids[:, 0], state)[0], model.step(ids[:, 0], state)[0])
 
 
-@pytest.mark.parametrize("part", ["", "mixer", "mixer.q_conv"])
-def test_hooks_of_a_block_see_steps(close: Close, ids: Tensor, part: str) -> None:
-    """Steps of a block call none of its forward, of that of its mixer, and of those of its convolutions."""
-    model = build("hybrid with attention")
-
-    def shift(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        return (output[0] + 1, *output[1:]) if isinstance(output, tuple) else output + 1
-
-    model.blocks[1].get_submodule(part).register_forward_hook(shift)
-    with torch.no_grad():
-        whole = model(ids)
-        close(by_steps(model, ids, model.initial_state(2)), whole)
-        pool, rows = model.initial_state(3, capacity=19), torch.tensor([2, 0])
-        _, pool = model.hidden(ids[:, :9], pool, state_indices=rows, return_state=True)
-        close(model.step(ids[:, 9], pool, state_indices=rows)[0], whole[:, 9])
-        with pytest.raises(ValueError, match=r"^blocks\[1\]: got forward hooks, expected none"):
-            model.steps(ids[:, 10:12], pool, state_indices=rows)
-    model.blocks[3].register_forward_hook(shift)
-    with pytest.raises(ValueError, match=r"^state\[3\]: got a cache with room for more tokens for a block with"):
-        model.step(ids[:, 0], model.initial_state(2, capacity=4))
-    model.blocks[1].mixer.context_parallel = object()
-    with pytest.raises(ValueError, match=r"^blocks\[1\]: got forward hooks, expected none with context parallelism$"):
-        model.step(ids[:, 0], model.initial_state(2))
-
-
 def test_exported_for_any_batch(close: Close, ids: Tensor) -> None:
     mixers = ["mlstm_exp", "mamba2", "retnet", "gla", "delta_net", "gated_delta_net", "kda", "attention"]
     model = build("hybrid of recurrences", layers=mixers, num_blocks=8)

@@ -12,10 +12,7 @@ from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Accept, Projection, SequenceMixer, cast_for_autocast, input_std, output_std, recomputed
 from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers import MIXERS
-from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.ops.state_pool import PoolRows
-
-DISTRIBUTION = ("torch.distributed", "tfla.distributed")  # modules whose hooks step and steps do without
 
 
 class Block(nn.Module):
@@ -71,23 +68,6 @@ class Block(nn.Module):
         """Add the output of the mixer to the residual stream, then that of the feed-forward network."""
         x = x + mixed
         return x + self.ffn(cast_for_autocast(self.ffn_norm(x)))
-
-
-def has_hooks(block: Block) -> bool:
-    """Return whether a program has hooks on a block, its mixer or a convolution of it, which a step does not call.
-
-    Those by which PyTorch distributes modules do not count.
-    """
-    mixer = block.mixer
-    for part in (block, mixer, *mixer._modules.values()):
-        # Most parts have none, and the host looks for them at every step.
-        if part is None or not (part._forward_hooks or part._forward_pre_hooks):
-            continue
-        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        own = any(not str(getattr(hook, "__module__", "")).startswith(DISTRIBUTION) for hook in hooks)
-        if own and (part is block or part is mixer or isinstance(part, ShortConvolution)):
-            return True
-    return False
 
 
 def _given(rows: PoolRows | None) -> tuple[PoolRows, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tfla._util.device import check_device
 from tfla.nn import batch_invariance, capped_loss, pool, pretrained
-from tfla.nn.block import Block, has_hooks
+from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Unembedding, at_least_float32, input_std, recomputed, soft_cap
 from tfla.nn.mixer_state import MixerState, StatesEvery
@@ -287,7 +287,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, ModelState]:
         """Advance every sequence by one token.
 
-        A block with forward hooks on itself, on its mixer or on a convolution runs its forward, which calls them.
+        Forward hooks of blocks and mixers are not called, since their forward does not run.
 
         Args:
             ids: (B,) int64 tokens.
@@ -309,22 +309,9 @@ class LanguageModel(nn.Module):
         x = embed(self.embedding, ids)
         rows = self._find_rows(state, state_indices, ids.shape[0])
         pool.check_room_for_steps(state, rows, 1)
-        hooked, states = self._hooked_blocks(), []
-        for number in hooked:
-            cache = state[number]
-            if getattr(self.blocks[number].mixer, "context_parallel", None) is not None:
-                raise ValueError(f"blocks[{number}]: got forward hooks, expected none with context parallelism")
-            if rows is None and isinstance(cache, KeyValues) and cache.length is not None:
-                raise ValueError(
-                    f"state[{number}]: got a cache with room for more tokens for a block with forward hooks, expected "
-                    "one that forward has returned"
-                )
-        for number, (block, before) in enumerate(zip(self.blocks, state, strict=True)):
-            if number in hooked:
-                whole, after = _run(block, x[:, None], before, rows, True)
-                x = whole[:, 0]
-            else:
-                x, after = block.step(x, before, in_place, rows)
+        states = []
+        for block, before in zip(self.blocks, state, strict=True):
+            x, after = block.step(x, before, in_place, rows)
             states.append(after)
         return self.logits(x), tuple(states)
 
@@ -350,14 +337,9 @@ class LanguageModel(nn.Module):
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
-            ValueError: a block has forward hooks that this method does not call, see :meth:`step`.
         """
         check_inputs(ids, state, len(self.blocks))
         check_flags(in_place=in_place)
-        for number in self._hooked_blocks():
-            raise ValueError(
-                f"blocks[{number}]: got forward hooks, expected none: a call for a few tokens leaves them out"
-            )
         if ids.shape[1] > LONGEST_STEPS:
             raise ValueError(f"ids: got T = {ids.shape[1]}, expected from 1 to {LONGEST_STEPS} tokens")
         check_num_entries(state, len(self.blocks))
@@ -448,10 +430,6 @@ class LanguageModel(nn.Module):
             ImportError: safetensors is not installed.
         """
         return pretrained.load(cls, directory, device, dtype, overrides)
-
-    def _hooked_blocks(self) -> list[int]:
-        """Return the numbers of the blocks that have forward hooks which :meth:`Block.step` leaves out."""
-        return [number for number, block in enumerate(self.blocks) if has_hooks(block)]
 
     def _find_rows(self, state: ModelState | None, state_indices: Tensor | None, sequences: int) -> PoolRows | None:
         """Check the state of a call; return the rows of a pool that its sequences have, None without state_indices."""
