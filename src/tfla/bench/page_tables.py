@@ -265,15 +265,13 @@ def speculate(results: dict[str, Row]) -> str:
 def first_calls(results: dict[str, Row]) -> str:
     """Return the table of first calls, with the GPU of each: seconds and numbers of kernels by form."""
     runs = [result for name, result in results.items() if name.startswith("first_calls")]
-    timed = {
-        row["name"]: (result, row["first_calls"]) for result in runs for row in result["rows"] if row.get("first_calls")
-    }
+    timed = {row["name"]: (result, row) for result in runs for row in result["rows"] if row.get("first_calls")}
     body = []
     for entry in SUITES["first_calls"].entries:
         cells = ["not run", *["-"] * len(FIRST_CALLS)]
         if entry.name in timed:
-            result, calls = timed[entry.name]
-            cells = [_place(result), *(f"{c['seconds']:.1f} ({c['kernels']})" for c in calls)]
+            result, row = timed[entry.name]  # a row of merged runs has the environment of its own
+            cells = [_place(result | row), *(f"{c['seconds']:.1f} ({c['kernels']})" for c in row["first_calls"])]
         body.append([f"`{entry.options['form']}`", *cells])
     return table(["form", "run", *(f"{name}, s (kernels)" for name in FIRST_CALLS)], body)
 
