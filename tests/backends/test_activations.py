@@ -68,9 +68,9 @@ def error(x: Tensor, y: Tensor, terms: float = 0.0) -> float:
 
 
 def size_of_terms(x: Tensor, cotangent: Tensor) -> float:
-    """Return the norm of the terms that the gradient of x / |x| is the difference of: the cotangent / |x| is one.
+    """Return the norm of cotangent / |x|, the larger of the two terms whose difference is the gradient of x / |x|.
 
-    What the cotangent has along x cancels, all of it where x has one channel.
+    The second term is the part of the first one along x. Where x has one channel, both are equal and cancel.
     """
     squares = x.detach().double().square().sum(-1, keepdim=True)
     return float((cotangent.double() * torch.rsqrt(squares + delta_activations.EPS)).norm())

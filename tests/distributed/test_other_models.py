@@ -1,5 +1,4 @@
-"""Other models on several processes: xLSTM of transformers, the example with a model of one's own, and one with an
-:class:`MLSTMStack`, which tensor parallelism does not divide."""
+"""Other models on several processes: of transformers, the example with a model of one's own, and an MLSTMStack."""
 
 from __future__ import annotations
 
