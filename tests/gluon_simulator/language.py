@@ -131,7 +131,7 @@ def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) ->
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
-    """Run inline assembly: moves, products, reciprocals, fused multiply-adds, bounds, prefetches, waits for TMA stores.
+    """Run inline assembly: moves, arithmetic, reciprocals, powers of 2, bounds, prefetches, waits for TMA stores.
 
     Predicates are those of the one thread of a warp that `elect.sync` elects.
     """
@@ -154,6 +154,8 @@ def inline_asm_elementwise(
             registers[target] = wide[0].to(dtype)
         elif name.startswith("rcp."):
             registers[target] = (1 / wide[0]).to(dtype)
+        elif name.startswith("ex2."):
+            registers[target] = wide[0].exp2().to(dtype)
         elif name.startswith("mul.rn."):
             registers[target] = (wide[0] * wide[1]).to(dtype)
         elif name.startswith("fma.rn."):
@@ -223,6 +225,7 @@ _COMMON = {
     "associative_scan": associative_scan,
     "maximum": _with(torch.maximum),
     "minimum": _with(torch.minimum),
+    "inline_asm_elementwise": inline_asm_elementwise,
     "load": load,
     "store": store,
     "program_id": lambda axis: _int32(current().ids[axis]),
@@ -252,7 +255,6 @@ GL = _module(
     convert_layout=lambda x, layout, assert_trivial=False: x,
     to_tensor=lambda x: x if isinstance(x, Number) else _int32(x),
     static_range=range,
-    inline_asm_elementwise=inline_asm_elementwise,
     allocate_shared_memory=allocate_shared_memory,
     atomic_add=atomic_add,
     atomic_xchg=atomic_xchg,

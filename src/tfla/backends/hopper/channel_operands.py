@@ -195,7 +195,7 @@ def channel_operands_kernel(
             f = f.to(gl.float32)
             if ACTIVATION != "none":
                 a, bias = load_activation(A_log, Bias, h, c, rate_stride, bias_h, bias_c, DK, HAS_RATE, HAS_BIAS)
-                f = gl.where(inside, activated_gate(f + bias, a, gate_factor, ACTIVATION == "softplus"), 0.0)
+                f = gl.where(inside, activated_gate(f + bias, a, gate_factor, ACTIVATION == "softplus", True), 0.0)
             g = base2_exponent(gl.where(f > HIGHEST, HIGHEST, f))
             e, before, after = exponents_from_middle(g, sums)
             worst = gl.maximum(worst, gl.max(gl.reshape(gl.abs(e), [L * WIDTH]), 0))

@@ -12,7 +12,7 @@ float32.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,20 @@ from tfla.backends.gpu.config import ceil_div, power_of_two
 from tfla.backends.gpu.gate_activations import activated_gate, gate_derivatives
 
 ROW_ELEMENTS = 4096  # the elements of the rows that a program normalizes
-TOKENS, COLUMNS = 64, 32  # the steps that a program computes, and the gates of each step: heads times channels
+
+
+class GateTile(NamedTuple):
+    """The part of the gates, a matrix (B T, H K), that a program computes."""
+
+    tokens: int
+    rows: int  # tokens at a time
+    columns: int
+    num_warps: int
+
+
+# With 4 numbers of a tensor in a thread, its accesses to tensors of 16 and of 32 bits have one layout.
+BY_CHANNEL, BY_CHANNEL_BACKWARD = GateTile(256, 16, 128, 4), GateTile(256, 4, 64, 2)
+BY_STEP = GateTile(64, 64, 32, 4)
 
 
 @triton.jit
@@ -78,34 +91,40 @@ def normalize_rows_backward(
 
 
 @triton.jit
-def load_gates(
-    F, A_log, Bias, tokens, T, columns, fb, ft, fh, fk, bh, bk, K: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Load a program's tile (TOKENS, COLUMNS) of the gates, a matrix (B T, H K); the arguments are the kernels'.
+def load_columns(A_log, Bias, columns, bh, bk, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load the parameters of a program's columns of the gates, a matrix (B T, H K); the arguments are the kernels'.
 
     Returns:
-        z, (TOKENS, COLUMNS); a, (1, COLUMNS); the offsets of the tile's elements in a dense tensor (B, T, H, K); and
-        which of its elements exist.
+        the columns, their heads and their channels, (COLUMNS); a and b of these heads and channels, (1, COLUMNS).
     """
-    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     h, k = c // K, c % K
-    inside = (n < tokens)[:, None] & (c < columns)[None, :]
-    offset = (n // T * fb + n % T * ft)[:, None] + (h * fh + k * fk)[None, :]
-    z = tl.load(F + offset, inside, 0.0).to(tl.float32)  # (TOKENS, COLUMNS)
-    if Bias is not None:
-        z += tl.load(Bias + h * bh + k * bk, c < columns, 0.0).to(tl.float32)[None, :]  # (1, COLUMNS)
     a = tl.full([COLUMNS], 1.0, tl.float32)
     if A_log is not None:
-        a = tl.exp(tl.load(A_log + h, c < columns, 0.0).to(tl.float32))  # (COLUMNS)
-    return z, a[None, :], n[:, None] * columns + c[None, :], inside
+        a = tl.exp(tl.load(A_log + h, c < columns, 0.0).to(tl.float32))
+    b = tl.zeros([COLUMNS], tl.float32)
+    if Bias is not None:
+        b = tl.load(Bias + h * bh + k * bk, c < columns, 0.0).to(tl.float32)
+    return c, h, k, a[None, :], b[None, :]
+
+
+@triton.jit
+def locate_gates(n0, c, h, k, tokens, T, columns, fb, ft, fh, fk, ROWS: tl.constexpr):
+    """Locate the gates of the tokens from n0 on, (ROWS, COLUMNS), for the columns of `load_columns`.
+
+    Returns:
+        their offsets in F and in a dense tensor (B, T, H, K); and which of them exist.
+    """
+    r = tl.arange(0, ROWS)
+    t = (n0 % T).to(tl.int32) + r  # from the batch row of the first token on, which takes 32-bit divisions
+    offset = ((n0 // T + t // T) * fb + (t % T).to(tl.int64) * ft)[:, None] + (h * fh + k * fk)[None, :]
+    return offset, (n0 + r)[:, None] * columns + c[None, :], (r < tokens - n0)[:, None] & (c < columns)[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens", "T", "columns", "factor"])
 def activate_gates(
     F, A_log, Bias, G, tokens, T, columns, fb, ft, fh, fk, bh, bk, factor, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-    SOFTPLUS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute g by equation (2) with SOFTPLUS, else by (3). The grid is (tokens / TOKENS, columns / COLUMNS).
 
@@ -117,42 +136,50 @@ def activate_gates(
         tokens: B T.
         columns: H K.
         factor: the factor of (3).
+        ROWS: the tokens that a program has at a time.
     """
-    z, a, at, inside = load_gates(
-        F, A_log, Bias, tokens, T, columns, fb, ft, fh, fk, bh, bk, K, TOKENS, COLUMNS
-    )  # fmt: skip
-    g = activated_gate(z, a, factor, SOFTPLUS)
-    g = tl.where(g < LOWEST, LOWEST, tl.where(g > HIGHEST, HIGHEST, g))
-    tl.store(G + at, g, inside)
+    c, h, k, a, b = load_columns(A_log, Bias, columns, bh, bk, K, COLUMNS)
+    for i in range(0, TOKENS, ROWS):
+        n0 = tl.program_id(0).to(tl.int64) * TOKENS + i
+        offset, at, inside = locate_gates(n0, c, h, k, tokens, T, columns, fb, ft, fh, fk, ROWS)
+        z = tl.load(F + offset, inside, 0.0).to(tl.float32) + b  # (ROWS, COLUMNS)
+        g = activated_gate(z, a, factor, SOFTPLUS)
+        g = tl.where(g < LOWEST, LOWEST, tl.where(g > HIGHEST, HIGHEST, g))
+        tl.store(G + at, g, inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "T", "columns", "factor"])
 def activate_gates_backward(
     F, A_log, Bias, DG, DF, sums, tokens, T, columns, fb, ft, fh, fk, bh, bk, factor, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, SOFTPLUS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIGHEST: tl.constexpr, SOFTPLUS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute df, and the sums over a program's steps of the gradients of A_log and dt_bias. The grid is the forward's.
 
     Args:
-        F, A_log, Bias, tokens, columns, factor: as in `activate_gates`.
+        F, A_log, Bias, tokens, columns, factor, ROWS: as in `activate_gates`.
         DG: the cotangent of g, (B, T, H, K), dense.
         DF: the output, (B, T, H, K), dense.
         sums: the sums for A_log and for dt_bias, (2, tokens / TOKENS, columns) float32, or None if neither is given.
     """
-    z, a, at, inside = load_gates(
-        F, A_log, Bias, tokens, T, columns, fb, ft, fh, fk, bh, bk, K, TOKENS, COLUMNS
-    )  # fmt: skip
-    dg = tl.load(DG + at, inside, 0.0).to(tl.float32)  # (TOKENS, COLUMNS)
-    g, dz, dA_log = gate_derivatives(z, a, factor, SOFTPLUS)
-    clamped = (g < LOWEST) | (g > HIGHEST)  # false for NaN
-    dz = tl.where(clamped, 0.0, dz * dg)
-    tl.store(DF + at, dz.to(DF.dtype.element_ty), inside)
+    c, h, k, a, b = load_columns(A_log, Bias, columns, bh, bk, K, COLUMNS)
+    of_A_log = tl.zeros([ROWS, COLUMNS], tl.float32)
+    of_bias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in range(0, TOKENS, ROWS):
+        n0 = tl.program_id(0).to(tl.int64) * TOKENS + i
+        offset, at, inside = locate_gates(n0, c, h, k, tokens, T, columns, fb, ft, fh, fk, ROWS)
+        z = tl.load(F + offset, inside, 0.0).to(tl.float32) + b  # (ROWS, COLUMNS)
+        dg = tl.load(DG + at, inside, 0.0).to(tl.float32)  # (ROWS, COLUMNS)
+        g, dz, dA_log = gate_derivatives(z, a, factor, SOFTPLUS)
+        kept = inside & ((g < LOWEST) | (g > HIGHEST) == 0)  # clamped gates have no gradient, NaN is not clamped
+        dz = tl.where(kept, dz * dg, 0.0)
+        tl.store(DF + at, dz.to(DF.dtype.element_ty), inside)
+        of_A_log += tl.where(kept, dA_log * dg, 0.0)
+        of_bias += dz
     if sums is not None:
-        c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        dA_log = tl.where(inside & (clamped == 0), dA_log * dg, 0.0)
         row = sums + tl.program_id(0).to(tl.int64) * columns + c
-        tl.store(row, tl.sum(dA_log, 0), c < columns)
-        tl.store(row + tl.num_programs(0).to(tl.int64) * columns, tl.sum(tl.where(inside, dz, 0.0), 0), c < columns)
+        tl.store(row, tl.sum(of_A_log, 0), c < columns)
+        tl.store(row + tl.num_programs(0).to(tl.int64) * columns, tl.sum(of_bias, 0), c < columns)
 
 
 def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -201,7 +228,8 @@ def launch_gates(
         limits: the smallest and the largest g.
     """
     g = torch.empty(f.shape, dtype=torch.float32, device=f.device)
-    _launch_gates(activate_gates, f, A_log, bias, (g,), softplus, factor, limits)
+    tile = BY_CHANNEL if f.dim() == 4 else BY_STEP
+    _launch_gates(activate_gates, tile, f, A_log, bias, (g,), softplus, factor, limits)
     return g
 
 
@@ -213,10 +241,11 @@ def launch_gates_backward(
     df = torch.empty(f.shape, dtype=f.dtype, device=f.device)
     B, T, H = f.shape[:3]
     K = f.shape[3] if f.dim() == 4 else 1
+    tile = BY_CHANNEL_BACKWARD if f.dim() == 4 else BY_STEP
     sums = None
     if A_log is not None or bias is not None:
-        sums = torch.zeros(2, ceil_div(B * T, TOKENS), H, K, dtype=torch.float32, device=f.device)
-    _launch_gates(activate_gates_backward, f, A_log, bias, (dg, df, sums), softplus, factor, limits)
+        sums = torch.zeros(2, ceil_div(B * T, tile.tokens), H, K, dtype=torch.float32, device=f.device)
+    _launch_gates(activate_gates_backward, tile, f, A_log, bias, (dg, df, sums), softplus, factor, limits)
     if sums is None:
         return df, None, None
     of_A_log, of_bias = sums.sum(1)  # (H, K) each
@@ -226,8 +255,8 @@ def launch_gates_backward(
 
 
 def _launch_gates(
-    kernel: Any, f: Tensor, A_log: Tensor | None, bias: Tensor | None, tensors: tuple[Tensor | None, ...],
-    softplus: bool, factor: float, limits: tuple[float, float],
+    kernel: Any, tile: GateTile, f: Tensor, A_log: Tensor | None, bias: Tensor | None,
+    tensors: tuple[Tensor | None, ...], softplus: bool, factor: float, limits: tuple[float, float],
 ) -> None:  # fmt: skip
     """Launch a kernel on all gates of f; `tensors` are its arguments after the bias."""
     B, T, H = f.shape[:3]
@@ -237,8 +266,8 @@ def _launch_gates(
     strides = (*f.stride()[:3], f.stride(3) if f.dim() == 4 else 0)
     bias_strides = (0, 0) if bias is None else (*bias.stride(), 0)[:2]
     with _on_device(f):
-        kernel[(ceil_div(B * T, TOKENS), ceil_div(H * K, COLUMNS))](
+        kernel[(ceil_div(B * T, tile.tokens), ceil_div(H * K, tile.columns))](
             f, None if A_log is None else A_log.contiguous(), bias, *tensors, B * T, T, H * K, *strides,
-            *bias_strides, factor, LOWEST=limits[0], HIGHEST=limits[1], SOFTPLUS=softplus, K=K, TOKENS=TOKENS,
-            COLUMNS=COLUMNS, num_warps=4,
+            *bias_strides, factor, LOWEST=limits[0], HIGHEST=limits[1], SOFTPLUS=softplus, K=K, TOKENS=tile.tokens,
+            ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.num_warps,
         )  # fmt: skip
