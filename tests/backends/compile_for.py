@@ -6,17 +6,16 @@ TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] 
 [rows], with commas between, gate plain being linear attention without an input gate or a normalizer, parallel context
 parallelism, and rows a forward of packed sequences whose states are rows of a pool; of decoding, whose kernel is
 "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. The delta rule is the kernel
-"delta" with [packed] [state] [forward] [normalized] [activated] [strided] [float32] [single], strided being strides
-that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, normalized a call that normalizes q
-and k, with forward without gradients, activated one that activates its gates, and single a call of one head; with
-[weighted] gla has input gates, too. Its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as
-gate. With [lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and
-nothing is compiled.
-With [parallel] only the kernels of context parallelism are compiled, and with [only=NAME+NAME] only those of these
-names. The short convolution of a layer is the kernel "convolution", with its size, the channels and the dtype in place
-of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's inputs are the kernel "activations",
-with the activation of the gates, dqk and the dtype, and [channels]. The losses of logits are the kernel "losses", with
-the vocabulary and the dtype.
+"delta" with [packed] [state] [rows] [forward] [normalized] [activated] [strided] [float32] [single], strided being
+strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, normalized a call that
+normalizes q and k, with forward without gradients, activated one that activates its gates, and single a call of one
+head; with [weighted] gla has input gates, too. Its decoding is "delta_steps" with [several] [low]. Both have a model of
+MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS
+multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are compiled, and with
+[only=NAME+NAME] only those of these names. The short convolution of a layer is the kernel "convolution", with its size,
+the channels and the dtype in place of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's
+inputs are the kernel "activations", with the activation of the gates, dqk and the dtype, and [channels]. The losses of
+logits are the kernel "losses", with the vocabulary and the dtype.
 """
 
 from __future__ import annotations
@@ -262,6 +261,9 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
         options |= {"kernel": "segmented", "chunk_size": SEGMENT}
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
+    if "rows" in variant:
+        rows = torch.tensor([1, 0] if "packed" in variant else [1])
+        options |= {"state_indices": rows, "initial_state": tfla.State.zeros(2, heads, K, V), "return_state": True}
     if "normalized" in variant:
         options["normalize_qk"] = True
     if "activated" in variant:
@@ -270,6 +272,10 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
     keeps = "forward" not in variant or "normalized" not in variant
     leaves = {name: t.requires_grad_(keeps) for name, t in x.items()}
     operator = tfla.linear_attention if model == "gla" else tfla.delta_rule
+    if "rows" in variant:
+        with torch.no_grad():
+            operator(**leaves, **options)
+        return
     if "state" in variant:
         C = torch.randn(2 if "packed" in variant else 1, heads, K, V, requires_grad=keeps)
         h, last = operator(**leaves, initial_state=tfla.State(C), return_state=True, **options)

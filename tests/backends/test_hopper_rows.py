@@ -87,14 +87,50 @@ def test_a_batch_takes_the_rows(model: str, K: int, B: int, monkeypatch: pytest.
     assert found is pool
 
 
-def test_segments_of_a_batch_start_from_gathered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel "segmented" reads no rows, and the activations of its call are computed once."""
+@pytest.mark.parametrize(("backend", "B", "T"), [("triton", 3, 150), ("triton", 2, 40), ("hopper", 2, 150)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_segments_read_and_overwrite_the_rows(
+    backend: str, B: int, T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel "segmented" has the bits of separate states: a row, no row, and one that the pool lacks."""
+    x = inputs(delta_problem("gdn", B=B, T=T, H=2, Hq=1, K=64, V=72, dtype=DTYPE))
+    pages = torch.randn(4, 2, 2, 64, 72, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    options: dict[str, Any] = {"backend": backend, "kernel": "segmented", "chunk_size": 64, "return_state": True}
+
+    def call(state: tfla.State, **given: Any) -> Any:
+        with torch.no_grad():
+            return tfla.delta_rule(
+                x.q, x.k, x.v, x.beta, x.log_f, normalize_qk=True, initial_state=state, **options | given
+            )
+
+    expected, states = call(tfla.State(pages[[2, 0, 0][:B], 1]))
+    without, _ = call(tfla.State(torch.zeros_like(states.C)))
+    for method in ("read", "write"):
+        monkeypatch.setattr(PoolRows, method, lambda *_: pytest.fail("states are gathered or scattered"))
+    monkeypatch.setattr("tfla.ops.checks.check_values_of_indices", lambda *_: None)
+    rows = torch.tensor([2, -1, 9][:B], dtype=dtype, device=DEVICE)
+    own = pages.clone()
+    read = call(tfla.State(own[:, 1]), state_indices=rows, return_state=False)
+    assert torch.equal(own, pages)
+    h, _ = call(tfla.State(own[:, 1]), state_indices=rows)
+    after = pages.clone()
+    after[2, 1] = states.C[0]
+    assert torch.equal(own, after)
+    for found in (read, h):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], without[1])
+        assert found[2:].isnan().all()
+
+
+def test_activations_before_segments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the kernels cannot read the rows, which are gathered then."""
     x = inputs(delta_problem("gdn", B=1, T=200, H=1, Hq=1, K=64, V=64, dtype=DTYPE))
     pool, rows = tfla.State(torch.ones(3, 1, 64, 64, device=DEVICE)), torch.tensor([1], device=DEVICE)
     options: dict[str, Any] = {"backend": "hopper", "kernel": "segmented", "chunk_size": 64}
     expected = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=pool.gather([0]), **options)
-    counted = []
+    counted: list[int] = []
     monkeypatch.setattr("tfla.ops.delta_dispatch.activated_inputs", lambda x, *_, **__: counted.append(1) or x)
-    h = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=pool, state_indices=rows, **options)
-    assert torch.equal(h, expected)
-    assert counted == [1]
+    for own in (pool, tfla.State(pool.C.to(torch.float16))):
+        h = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=own, state_indices=rows, **options)
+        assert torch.equal(h, expected)
+    assert counted == [1, 1]

@@ -163,6 +163,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
     read_after_decay: tuple[str, ...] = ()  # the kernels that cannot
     row_kernels: tuple[str, ...] = ()  # the kernels that `forward_by_rows` runs
+    batch_kernels: tuple[str, ...] = ()  # those of them that take batches; the others take packed sequences
 
     def default_kernel(self, x: DeltaInputs, chunk_size: int | None) -> str:
         """Return the kernel for `kernel=None`; `chunk_size` is what the caller gives."""
@@ -192,7 +193,8 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         """Compute h where the states are rows of a pool, which is read and overwritten in place, without gradients.
 
         Args:
-            x: the inputs of packed sequences; x.C is the pool, (rows of the pool, H, dqk, dhv).
+            x: the inputs of packed sequences, for `batch_kernels` of a batch; x.C is the pool, (rows of the pool, H,
+                dqk, dhv).
             rows: (N,) int32 or int64: the row of each sequence, or -1 for a state of zeros that is not stored.
             spec: the options. With `final_state` the rows are overwritten.
 

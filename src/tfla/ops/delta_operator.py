@@ -81,7 +81,7 @@ def _by_rows(request: DeltaRequest, indices: Tensor) -> Tensor | None:
     given, found = plan_before_activations(own)
     if found.use_dispatcher or found.spec.save or found.spec.kernel not in found.backend.row_kernels:
         return None
-    x = as_packed(given)
+    x = given if found.spec.kernel in found.backend.batch_kernels else as_packed(given)
     if x is None:
         return None
     x = planned_inputs(x, own, found)._replace(C=pool.C)

@@ -59,6 +59,8 @@ class LaunchContext:
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
     rows: Tensor | None = None  # (N,) int: the states of packed sequences are these rows of x.C, a pool; -1: none
+    # With rows, the pool that gets the final states and its rows (N,), where these are others than the initial ones.
+    final_rows: tuple[Tensor, Tensor] | None = None
     # With context parallelism, see `exchanging`:
     exchange: Exchange | None = None  # of states with other processes
     exchanged: list[Tensor] = field(default_factory=list)  # the results of the exchange in a forward
@@ -100,6 +102,11 @@ class LaunchContext:
     def indexed(self) -> bool:
         """True if scans read and store C as rows of a pool. Of sequences cut into segments, state passing does it."""
         return self.rows is not None and not self.segmented
+
+    @property
+    def final_pool(self) -> Tensor | None:
+        """The pool that gets the final C, with rows."""
+        return self.x.C if self.final_rows is None else self.final_rows[0]
 
     @property
     def tiles(self) -> int:

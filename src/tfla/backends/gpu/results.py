@@ -82,11 +82,11 @@ def new_h(ctx: LaunchContext) -> Tensor:
 
 
 def new_outputs(ctx: LaunchContext, h: Tensor) -> NewOutputs:
-    """Allocate the outputs of a forward other than h; if the context has rows, C is the pool and not allocated."""
+    """Allocate the outputs of a forward other than h; if the context has rows, C is a pool and not allocated."""
     x, spec, N = ctx.x, ctx.spec, ctx.x.sequences
     C = n = m = None
     if spec.final_state:
-        C = ctx.new(N, ctx.H, ctx.K, ctx.V) if ctx.rows is None else x.C
+        C = ctx.new(N, ctx.H, ctx.K, ctx.V) if ctx.rows is None else ctx.final_pool
     if spec.final_state and spec.normalize:
         # An empty sequence has no last step: its max state keeps the initial value.
         m = ctx.zeros(N, ctx.H) if x.m is None else ctx.do(Tensor.copy_, ctx.new(N, ctx.H), x.m)
@@ -142,11 +142,11 @@ def stored_starts(ctx: LaunchContext, out: Outputs) -> Pair | None:
 def ends_of_states(ctx: LaunchContext) -> Pair:
     """Return where scans of whole sequences read their initial states C and store the final ones, or None.
 
-    Both are the pool of the call where the context has its rows.
+    Where the context has rows, these are pools.
     """
     C, final = ctx.x.C, ctx.spec.final_state
     if ctx.rows is not None:
-        return C, C if final else None
+        return C, ctx.final_pool if final else None
     return dense(ctx, C), ctx.new(ctx.x.sequences, ctx.H, ctx.K, ctx.V) if final else None
 
 

@@ -5,8 +5,8 @@ offsets that all other kernels read are therefore the caller's, clamped to [0, T
 before it. Sequences then neither leave the tensors nor overlap, and the steps outside of all of them are those before
 the first offset and those from the last one on.
 
-Where the states of the sequences are rows of a pool, the rows follow the bounded offsets: kernels that read the offsets
-then find their states without a further argument.
+Where the states of the sequences are rows of a pool, two lists follow the bounded offsets, the rows of the initial and
+those of the final states: kernels that read the offsets then find their states without a further argument.
 """
 
 import dataclasses
@@ -41,17 +41,27 @@ def _clear(x, width, first, last, T, BLOCK: tl.constexpr):
         tl.store(x + e + r, zeros, mask=e + r < T * width)
 
 
+@triton.jit
+def _store_places(places, rows, size, is_row, PITCH: tl.constexpr):
+    """Store where in a pool of so many rows some rows are, in states: -1 for row -1, -2 for one that is not there."""
+    row = tl.load(rows, mask=is_row, other=-1).to(tl.int64)
+    place = tl.where((row >= 0) & (row < size), row * PITCH, tl.where(row == -1, -1, -2))
+    tl.store(places, place.to(places.dtype.element_ty), mask=is_row)
+
+
 @triton.jit(do_not_specialize=["entries", "T", "w0", "w1", "w2", "w3", "w4"])
 def bound_sequences(
     cu, bounds, x0, x1, x2, x3, x4, entries, T, w0, w1, w2, w3, w4,
     TENSORS: tl.constexpr, BOUND: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, ROW_PITCH: tl.constexpr,
+    FINAL_PITCH: tl.constexpr,
 ):  # fmt: skip
     """Write the bounded offsets of cu (entries,) to `bounds` and clear steps of no sequence in x0 to x4.
 
     Of x0 (T, w0) to x4 (T, w4), dense, the first TENSORS are used. Without BOUND, cu has been bounded already.
 
     With ROW_PITCH, x4 (entries - 1,) has the rows of a pool of w4 rows, which are ROW_PITCH rows apart in memory. After
-    the offsets `bounds` gets ROW_PITCH times each row, -1 for row -1, and -2 for a row that the pool does not have.
+    the offsets `bounds` gets ROW_PITCH times each row, -1 for row -1, and -2 for a row that the pool does not have; and
+    after these the same of the rows of final states, from x3, w3 and FINAL_PITCH.
     """
     first = tl.minimum(tl.maximum(tl.load(cu).to(tl.int64), 0), T)
     last = first
@@ -63,10 +73,9 @@ def bound_sequences(
             bounded = tl.maximum(tl.associative_scan(offset, 0, _larger), last)
             tl.store(bounds + at, bounded.to(bounds.dtype.element_ty), mask=(at < entries) & (tl.program_id(0) == 0))
         if ROW_PITCH > 0:
-            row = tl.load(x4 + at, mask=at < entries - 1, other=-1).to(tl.int64)
-            place = tl.where((row >= 0) & (row < w4), row * ROW_PITCH, tl.where(row == -1, -1, -2))
             is_row = (at < entries - 1) & (tl.program_id(0) == 0)
-            tl.store(bounds + entries + at, place.to(bounds.dtype.element_ty), mask=is_row)
+            _store_places(bounds + entries + at, x4 + at, w4, is_row, ROW_PITCH)
+            _store_places(bounds + 2 * entries - 1 + at, x3 + at, w3, is_row, FINAL_PITCH)
         last = tl.maximum(last, tl.max(offset, 0))
     if TENSORS > 0:
         _clear(x0, w0, first, last, T, BLOCK)
@@ -85,12 +94,12 @@ def bound(ctx: LaunchContext, *results: Tensor) -> LaunchContext:
 
     Args:
         ctx: The context of a call, with the offsets as given.
-        results: At most MAX_TENSORS dense tensors, (1, T, ...), that the call is going to write; with rows one fewer.
+        results: At most MAX_TENSORS dense tensors, (1, T, ...), that the call is going to write; with rows two fewer.
     """
     if not ctx.packed:
         return ctx
     entries = ctx.x.sequences + 1
-    bounds = ctx.new(entries if ctx.rows is None else 2 * entries - 1, dtype=ctx.cu_seqlens.dtype)
+    bounds = ctx.new(entries if ctx.rows is None else 3 * entries - 2, dtype=ctx.cu_seqlens.dtype)
     _launch(ctx, bounds, results)
     return dataclasses.replace(ctx, cu_seqlens=bounds)
 
@@ -105,11 +114,13 @@ def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ..
     """Launch `bound_sequences`, without `bounds` only to clear."""
     cu, unused = ctx.cu_seqlens, MAX_TENSORS - len(results)
     tensors, widths = [*results, *[cu] * unused], [*(math.prod(t.shape[2:]) for t in results), *[0] * unused]
-    pitch, C = 0, ctx.x.C
-    if bounds is not None and ctx.rows is not None and C is not None:
-        pitch, tensors[-1], widths[-1] = C.stride(0) // C[0].numel(), ctx.rows, C.shape[0]
+    pitches = [0, 0]
+    if bounds is not None and ctx.rows is not None and ctx.x.C is not None:
+        pools = (ctx.final_rows or (ctx.x.C, ctx.rows)), (ctx.x.C, ctx.rows)
+        pitches = [pool.stride(0) // pool[0].numel() for pool, _ in pools]
+        tensors[-2:], widths[-2:] = [rows for _, rows in pools], [pool.shape[0] for pool, _ in pools]
     programs = max(1, min(processors(cu.device), ctx.T // STEPS_PER_PROGRAM))
     ctx.launch(bound_sequences, (programs,),
         cu, cu if bounds is None else bounds, *tensors, ctx.x.sequences + 1, ctx.T, *widths, TENSORS=len(results),
-        BOUND=bounds is not None, ENTRIES=512, BLOCK=1024, ROW_PITCH=pitch, num_warps=4,
+        BOUND=bounds is not None, ENTRIES=512, BLOCK=1024, ROW_PITCH=pitches[1], FINAL_PITCH=pitches[0], num_warps=4,
     )  # fmt: skip

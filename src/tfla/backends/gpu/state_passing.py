@@ -79,9 +79,9 @@ def pass_states(
         given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
             (sequences, H, SIZE) float32; read with USE_INITIAL_STATE. With INDEXED a pool, (rows, H, SIZE).
         final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE. With
-            INDEXED the same pool.
-        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN. With INDEXED the index of each sequence's
-            row in the pool follows them, see `bound_sequences`.
+            INDEXED a pool too, which may be the same.
+        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN. With INDEXED the indices of the rows of
+            initial and of final states in their pools follow them, see `bound_sequences`.
         T: the number of steps.
         H: the number of heads.
         steps: the number of steps of a segment.
@@ -109,6 +109,7 @@ def pass_states(
         row += step
     if STORE_FINAL_STATE:
         if INDEXED:
+            state_row = tl.load(cu + 2 * tl.num_programs(1) + 1 + s).to(tl.int64)
             inside = inside & (state_row >= 0)
         tl.store(final + (state_row * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 
@@ -164,7 +165,7 @@ def launch(
         final: Output for the final states of the sequences, or the cotangents of their initial states, or None.
         reverse: Whether cotangents are passed.
         steps: The number of steps of a segment, if it is not that of the context.
-        indexed: Whether `given` and `final` are a pool, of which the context has the rows of the sequences.
+        indexed: Whether `given` and `final` are pools, of which the context has the rows of the sequences.
     """
     size = states[0, 0].numel()
     block = min(1024, power_of_two(size))

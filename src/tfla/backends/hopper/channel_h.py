@@ -291,7 +291,7 @@ def channel_h_kernel(
         states: TMA descriptor of the states, (H * tiles, dhv, dqk), in tiles (64, ROWS).
         decays: The decays of tiles, (H, tiles, dqk) float32.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
-        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
+        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED a pool.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.

@@ -60,7 +60,7 @@ class Config(NamedTuple):
     SAVE: Any = False  # store E; unused for dv
     DOTS: Any = False  # store dv . E
     BY_KEYS: Any = False  # consumers hold transposed states
-    INDEXED: Any = False  # `state_in` and `state_out` are a pool, and the schedule has the rows; for h
+    INDEXED: Any = False  # `state_in` and `state_out` are pools, and the schedule has the rows; for h
 
 
 class ConsumerIds(NamedTuple):

@@ -55,7 +55,8 @@ STAGES = gl.constexpr(4)  # stages of the ring; a stage has 40 KiB of tiles
 class GlobalPointers(NamedTuple):
     """The tensors in global memory that consumers access."""
 
-    state_in: Any  # the states before whole sequences, (sequences / segments, H, dqk, dhv)
+    state_in: Any  # the states before whole sequences, (sequences / segments, H, dqk, dhv), or with INDEXED a pool
+    cu_seqlens: Any  # the bounded offsets of segments, which the places of states in the pool follow
     added: Any  # S, (sequences, H, dqk, dhv)
     transitions: Any  # A, (sequences, H, dqk, dqk)
 
@@ -168,9 +169,17 @@ def load_start(index, column, gmem, params, config):
     if config.USE_INITIAL_STATE:
         at = scheduler.state_index(index, params)
         segment = at // params.H
-        whole = segment // params.segments * params.H + at % params.H
+        sequence = segment // params.segments
+        place = sequence
+        if config.INDEXED:  # the place of the final state of the last segment of the sequence
+            count = params.num_work_tiles // params.H
+            place = gl.load(gmem.cu_seqlens + 2 * count + (sequence + 1) * params.segments).to(gl.int32)
+        whole = place * params.H + at % params.H
         pointers = mma.state_pointers(gmem.state_in, whole, column, 0, config.DV, config.DK, True, layout)
         is_given = (c < config.DV) & (row < config.DK) & (segment % params.segments == 0)
+        if config.INDEXED:
+            C = gl.where(is_given & (place < -1), float("nan"), C)  # the pool lacks the row
+            is_given = is_given & (place >= 0)
         C += gl.load(pointers, mask=is_given, other=0.0).to(gl.float32)
     return C
 
@@ -212,10 +221,11 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=[*delta_tiles.RUNTIME_SCALARS, "segments"])
 def delta_action_kernel(
-    K, V, X, gates, beta, norms, state_in, added, transitions, schedule, T, tiles_per_head, H, group_size,
+    K, V, X, gates, beta, norms, state_in, added, transitions, schedule, cu_seqlens, T, tiles_per_head, H, group_size,
     num_work_tiles, stride_b, stride_t, stride_h, scale, segments,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr, LAST: gl.constexpr,
     NORMALIZED: gl.constexpr, IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, WHOLE: gl.constexpr,
+    INDEXED: gl.constexpr,
 ):  # fmt: skip
     """Compute S and A of sequences, or of the segments that sequences are cut into.
 
@@ -230,10 +240,12 @@ def delta_action_kernel(
         gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
         beta: (B, T, H), any float dtype.
         norms: r from `solve_kernel`, (B, T, H) float32, with NORMALIZED, where keys are divided by their norms.
-        state_in: The states before the first segments, (sequences / segments, H, dqk, dhv), with USE_INITIAL_STATE.
+        state_in: The states before the first segments, (sequences / segments, H, dqk, dhv), with USE_INITIAL_STATE;
+            with INDEXED a pool.
         added: Output for S, (sequences, H, dqk, dhv) float32.
         transitions: Output for A, (sequences, H, dqk, dqk) float32.
         schedule: Schedule of packed sequences, with IS_VARLEN.
+        cu_seqlens: Bounded offsets of segments, with INDEXED; the places of final states in the pool follow them.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.
         H: Heads.
@@ -245,7 +257,7 @@ def delta_action_kernel(
     """
     config: gl.constexpr = Config(
         DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=False, SAVE=LAST, USE_INITIAL_STATE=USE_INITIAL_STATE,
-        STORE_FINAL_STATE=True, NORMALIZED=NORMALIZED,
+        STORE_FINAL_STATE=True, NORMALIZED=NORMALIZED, INDEXED=INDEXED,
     )  # fmt: skip
     params = scheduler.SchedulerParams(
         T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
@@ -264,7 +276,7 @@ def delta_action_kernel(
         full=full,
         empty=empty,
     )
-    gmem = GlobalPointers(state_in=state_in, added=added, transitions=transitions)
+    gmem = GlobalPointers(state_in=state_in, cu_seqlens=cu_seqlens, added=added, transitions=transitions)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -288,7 +300,8 @@ def launch(
         ctx: The context of the call.
         gates: The gate vectors, or any tensor where there are no gates.
         X: The result of `launch_solve`.
-        given: The initial states of whole sequences, (sequences / segments, H, dqk, dhv), or None for zeros.
+        given: The initial states of whole sequences, (sequences / segments, H, dqk, dhv), or None for zeros. Where the
+            context has rows, it is the pool of the final states.
         added: Output for S, (sequences, H, dqk, dhv) float32.
         transitions: Output for A, (sequences, H, dqk, dqk) float32.
         segments: The segments of a sequence; 0 if the sequences are no segments.
@@ -298,7 +311,7 @@ def launch(
     base.launch(delta_action_kernel, host.grid(base, ceil_div(base.V, COLUMNS.value) + 1),
         host.descriptor(base, x.k, ROWS.value), host.descriptor(base, x.v, half), host.descriptor(base, X, base.L),
         gates, ctx.beta, (ctx.norms_apart or (gates, gates))[0], gates if given is None else given, added,
-        transitions, base.schedule, *delta_tiles.kernel_scalars(ctx), segments, DK=base.K, DV=base.V, L=base.L,
-        GATED=ctx.gated, LAST=ctx.spec.save, NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed,
-        USE_INITIAL_STATE=given is not None, WHOLE=not segments, num_warps=4,
+        transitions, base.schedule, base.cu_seqlens, *delta_tiles.kernel_scalars(ctx), segments, DK=base.K, DV=base.V,
+        L=base.L, GATED=ctx.gated, LAST=ctx.spec.save, NORMALIZED=ctx.norms is not None, IS_VARLEN=base.packed,
+        USE_INITIAL_STATE=given is not None, WHOLE=not segments, INDEXED=base.rows is not None, num_warps=4,
     )  # fmt: skip

@@ -324,7 +324,7 @@ def delta_h_kernel(
         norms: r from `solve_kernel`, (B, T, H) float32, with NORMALIZED.
         query_norms: Output for 1 / |q|, (B, T, H) float32, with NORMALIZED and SAVE.
         state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
-        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
+        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED a pool.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         T: Tokens of a batch row.
         tiles_per_head: Tiles of one head over all batch rows.

@@ -57,7 +57,7 @@ class Config(NamedTuple):
     CHECKPOINT_STEPS: Any = 0  # steps between checkpoints, for dq and dk
     IS_SEGMENTED: Any = False  # no work tile is a segment
     NORMALIZED: Any = False  # q and k are divided by their norms
-    INDEXED: Any = False  # `state_in` and `state_out` are a pool, and the schedule has the rows; for h
+    INDEXED: Any = False  # `state_in` and `state_out` are pools, and the schedule has the rows; for h
     BLOCK: Any = 0  # the block of COLUMNS columns that a launch computes, for dv and dk_w
 
 
@@ -215,13 +215,15 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
 
 
 @gluon.jit
-def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = False, block: gl.constexpr = 0):
+def locate_state(state, index, ids, params, config, FINAL: gl.constexpr, block: gl.constexpr = 0):
     """Return pointers to what the consumer holds of a state, (64, ROWS) or (64, COLUMNS), and which of them exist.
 
-    Of a state with several blocks of 128 it is block `block`. With INDEXED a sequence may have no state.
+    Of a state with several blocks of 128 it is block `block`. With INDEXED a sequence may have no state. FINAL says
+    that it is the state after a work tile.
     """
+    BY_ROWS: gl.constexpr = FINAL and config.BY_KEYS
     layout: gl.constexpr = mma.accumulator_layout(ROWS)
-    at = scheduler.state_index(index, params, config.INDEXED)
+    at = scheduler.state_index(index, params, config.INDEXED, FINAL)
     DX: gl.constexpr = config.DK if config.BY_KEYS else config.DV
     DY: gl.constexpr = config.DV if config.BY_KEYS else config.DK
     pointers = mma.state_pointers(
@@ -346,7 +348,7 @@ def load_state(index, ids, gmem, params, config, block: gl.constexpr = 0):
     """Return what the consumer holds of the state that work tile `index` starts from, see `locate_state`."""
     C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
     if config.USE_INITIAL_STATE:
-        pointers, exists = locate_state(gmem.state_in, index, ids, params, config, block=block)
+        pointers, exists = locate_state(gmem.state_in, index, ids, params, config, False, block)
         C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)
         if config.INDEXED:
             lacks_row = scheduler.state_index(index, params, True) < -params.H
@@ -358,7 +360,7 @@ def load_state(index, ids, gmem, params, config, block: gl.constexpr = 0):
 def store_state(C, index, ids, gmem, params, config, block: gl.constexpr = 0):
     """Store what the consumer holds of the state after work tile `index`, with STORE_FINAL_STATE."""
     if config.STORE_FINAL_STATE:
-        pointers, exists = locate_state(gmem.state_out, index, ids, params, config, config.BY_KEYS, block)
+        pointers, exists = locate_state(gmem.state_out, index, ids, params, config, True, block)
         gl.store(pointers, C, mask=exists)
 
 

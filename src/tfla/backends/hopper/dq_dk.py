@@ -117,7 +117,7 @@ class Config(NamedTuple):
     SAVE_D: Any  # store d to `w_out`
     READER: Any  # NO_READER, QUERIES or READ_KEYS
     RESULT: Any  # what the store warp stores
-    INDEXED: Any  # for o: `state_in` and `state_out` are a pool, whose rows the schedule has
+    INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
 
 
 class GlobalPointers(NamedTuple):
@@ -336,7 +336,7 @@ def load_initial_state(index, ids, gmem, params, config):
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
-    at = scheduler.state_index(index, params, config.INDEXED)
+    at = scheduler.state_index(index, params, config.INDEXED, True)
     pointers = state_block_pointers(gmem.state_out, at, ids, 0, config)
     mma.store_block(pointers, acc.C0, at, 64, 128, config.INDEXED)
     if config.BLOCKS == 2:
@@ -754,7 +754,7 @@ def dq_dk_kernel(
         w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H). With SAVE_SUMS and READER
             those of earlier tiles.
         state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
-        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
+        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED a pool.
         n_in: Initial n, (segments, H, dqk).
         n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk). With SAVE_SUMS and READER the
             sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM and COLUMN_SUM.

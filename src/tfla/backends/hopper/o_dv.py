@@ -89,7 +89,7 @@ class Config(NamedTuple):
     NORMALIZE: Any  # divide by the denominators, for o; for dv the gate weights are divided already
     SAVE_D: Any  # store d to `d_out`
     COMPUTE_DP_OFFSET: Any  # replace -u in the gate vector DELTA_P by delta, the offset of dP: -u (y . y2), y2 being h
-    INDEXED: Any  # for o: `state_in` and `state_out` are a pool, whose rows the schedule has
+    INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
 
 
 class GlobalPointers(NamedTuple):
@@ -228,7 +228,7 @@ def load_initial_state(index, ids, gmem, params, config):
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
-    at = scheduler.state_index(index, params, config.INDEXED)
+    at = scheduler.state_index(index, params, config.INDEXED, True)
     if config.BLOCKS == 2:
         pointers = transposed_state_pointers(gmem.state_out, at, ids.column + 64, config)
         mma.store_block(pointers, acc.C1, at, 64, config.DK, config.INDEXED)
@@ -542,7 +542,7 @@ def o_dv_kernel(
         i_gate: Input gates, (B, T, H).
         f_gate: Forget gates, (B, T, H).
         state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
-        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
+        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE; with INDEXED a pool.
         n_in: Initial n, (segments, H, dqk).
         n_out: Final n, (segments, H, dqk).
         d_out: Denominators d, (B, T, H), with SAVE_D.

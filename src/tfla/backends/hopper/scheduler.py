@@ -31,6 +31,7 @@ FIRST_TILE = tl.constexpr(3)  # index of its first tile among the gate vectors, 
 STARTS_SEQUENCE = tl.constexpr(4)  # whether a sequence starts with this segment
 ENDS_SEQUENCE = tl.constexpr(5)  # whether a sequence ends with this segment
 POOL_INDEX = tl.constexpr(6)  # index of its sequence's row in a pool of states; -1: no row, -2: the pool lacks it
+FINAL_POOL_INDEX = tl.constexpr(7)  # the same for the final state, whose pool may be another one
 
 VIRTUAL_ROWS = tl.constexpr(1 << 30)  # extent of the rows in a TMA descriptor of packed sequences, see make_descriptor
 
@@ -63,8 +64,8 @@ def schedule_packed(
         L: Steps of a tile.
         SEGMENT_BLOCK: Segments of one program.
         SEQUENCE_BLOCK: Sequences that are read at once.
-        INDEXED: Whether POOL_INDEX is written. The indices of rows follow the boundaries (`bound_sequences`). Sequences
-            are then not cut into segments.
+        INDEXED: Whether POOL_INDEX and FINAL_POOL_INDEX are written. The indices of rows follow the boundaries
+            (`bound_sequences`). Sequences are then not cut into segments.
     """
     segment = (tl.program_id(0) * SEGMENT_BLOCK + tl.arange(0, SEGMENT_BLOCK)).to(tl.int64)
     # (1) The sequence of each segment: the last one whose first segment is not after it.
@@ -105,8 +106,11 @@ def schedule_packed(
     row = schedule + rank * FIELDS
     inside = segment < num_segments
     if INDEXED:
-        place = tl.load(cu_seqlens + num_sequences + 1 + segment, mask=inside, other=-1)
+        places = cu_seqlens + num_sequences + 1 + segment
+        place = tl.load(places, mask=inside, other=-1)
         tl.store(row + POOL_INDEX, place.to(tl.int32), mask=inside)
+        final_place = tl.load(places + num_sequences, mask=inside, other=-1)
+        tl.store(row + FINAL_POOL_INDEX, final_place.to(tl.int32), mask=inside)
     tl.store(row + SEGMENT_INDEX, segment.to(tl.int32), mask=inside)
     tl.store(row + FIRST_TOKEN, (first + start).to(tl.int32), mask=inside)
     tl.store(row + NUM_STEPS, num_steps.to(tl.int32), mask=inside)
@@ -176,15 +180,16 @@ def get_work_tile(index, params, L: gl.constexpr, IS_SEGMENTED: gl.constexpr, RE
 
 
 @gluon.jit
-def state_index(index, params, INDEXED: gl.constexpr = False):
+def state_index(index, params, INDEXED: gl.constexpr = False, FINAL: gl.constexpr = False):
     """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv).
 
     With INDEXED it is the index in a pool, (rows, H, dqk, dhv): from -H to -1 where the sequence has no row, and less
-    than -H where the pool lacks its row.
+    than -H where the pool lacks its row. With FINAL the pool is that of the final states.
     """
     if INDEXED:
         H = params.H
-        return gl.load(params.schedule + index // H * FIELDS + POOL_INDEX) * H + index % H
+        field: gl.constexpr = FINAL_POOL_INDEX if FINAL else POOL_INDEX
+        return gl.load(params.schedule + index // H * FIELDS + field) * H + index % H
     elif params.schedule is not None:
         H = params.H
         # The mask is true: with it ptxas allocates registers as in the kernels that have been measured.

@@ -96,7 +96,7 @@ class Config(NamedTuple):
     USE_DP_OFFSET: Any  # add delta of (T7) to zv y^T
     COMPUTE_DP_OFFSET: Any  # compute delta in the scan for dq: the gate vector DELTA_P holds -u before
     HAS_CHECKPOINTS: Any  # store states at checkpoints, or against time read them
-    INDEXED: Any  # for o: `state_in` and `state_out` are a pool, whose rows the schedule has
+    INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
 
 
 class GlobalPointers(NamedTuple):
@@ -342,7 +342,7 @@ def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config)
     """Store the state after the last step of work tile `index`, and without outputs the decay over it."""
     C, N, total = acc
     state_out = gmem.state_out
-    at = scheduler.state_index(index, params, config.INDEXED) * config.HEADS + head
+    at = scheduler.state_index(index, params, config.INDEXED, True) * config.HEADS + head
     dtype: gl.constexpr = state_out.dtype.element_ty
     pointers = mma.state_pointers(
         state_out, at, 0, 0, config.DK, config.DV, False, mma.accumulator_layout(config.DV), config.DK, config.DV
@@ -748,7 +748,7 @@ def small_head_kernel(
         d_out: d, (B, T, heads), with SAVE_D.
         dots: <C, dC>, (checkpoints, heads), float64.
         state_in: Initial states, (segments, heads, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
-        state_out: Final states, (segments, heads, dqk, dhv), with STORE_FINAL_STATE; with INDEXED the same pool.
+        state_out: Final states, (segments, heads, dqk, dhv), with STORE_FINAL_STATE; with INDEXED a pool.
         n_in: Initial n, (segments, heads, dqk).
         n_out: Final n, (segments, heads, dqk).
         n_checkpoints: n at checkpoints, (checkpoints, heads, dqk).

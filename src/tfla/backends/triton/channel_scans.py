@@ -28,6 +28,7 @@ from tfla.backends.triton.scan_tiles import (
     load_initial_columns,
     load_tile,
     locate_scan,
+    store_final_columns,
     store_tile,
     tile_access,
     without_unknown_options,
@@ -58,7 +59,7 @@ def channel_h_scan(
         cu: the offsets of packed sequences, (sequences + 1).
         Out, E: h and the prediction errors, (B, T, H, DV); written with OUTPUT and with SAVE.
         states: the states before the tiles, (H, tiles, DV, DK); written with SAVE_STATES.
-        state_in, state_out: the initial and final states, (sequences, H, DK, DV); with INDEXED both may be one pool.
+        state_in, state_out: the initial and final states, (sequences, H, DK, DV); with INDEXED rows of pools.
     """
     part = tl.program_id(0)
     h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
@@ -117,7 +118,7 @@ def channel_h_scan(
         if SPLIT:
             S = tl.dot(errors, load_tile(low_at, t, 0, steps, DK, H * DK, L, BK, TMA), S)
     if STORE_FINAL_STATE:
-        tl.store(state_out + state_at, S, mask=exists)
+        store_final_columns(S, state_out, state_at, exists, cu, sequences, H, col, DK, DV, BK, BV, INDEXED)
 
 
 @without_unknown_options

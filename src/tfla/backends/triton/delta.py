@@ -116,9 +116,13 @@ class DeltaContext:
 
 
 def launch_context(
-    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, rows: Tensor | None = None
-) -> tuple[LaunchContext, Tensor]:
-    """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H)."""
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, rows: Tensor | None = None,
+    final_rows: tuple[Tensor, Tensor] | None = None,
+) -> tuple[LaunchContext, Tensor]:  # fmt: skip
+    """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H).
+
+    `rows` and `final_rows` are those of the :class:`.LaunchContext`.
+    """
     beta = recorder.do(fill_with_ones, recorder.new(*x.v.shape[:3])) if x.beta is None else x.beta
     log_f = beta if x.log_f is None or x.channel_gates else x.log_f
     as_linear_attention = Inputs(x.q, x.k, x.v, None, log_f, x.C, None, None, x.cu_seqlens)
@@ -140,6 +144,7 @@ def launch_context(
         cu_seqlens=offsets,
         schedule=offsets,
         rows=rows,
+        final_rows=final_rows,
     )  # fmt: skip
     return base, beta
 

@@ -61,7 +61,8 @@ class TritonDelta(DeltaBackend):
     read_after_decay = (BY_SEGMENTS,)
     activations_by = "kernels"
     clamps_gates = True
-    row_kernels = ("fused",)
+    row_kernels = ("fused", BY_SEGMENTS)
+    batch_kernels = (BY_SEGMENTS,)
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
@@ -135,17 +136,22 @@ class TritonDelta(DeltaBackend):
         return self.run_forward(x, spec, None)
 
     def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
-        """Compute h, and read and overwrite rows of the pool x.C inside the scan; None where the scan cannot."""
+        """Compute h, and read and overwrite rows of the pool x.C inside the scans; None where these cannot."""
         return self.run_forward_by_rows(x, rows, spec, None)
 
     def run_forward_by_rows(
         self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, kernels: ForwardKernels | None
     ) -> Tensor | None:
         """Compute :meth:`forward_by_rows` with other launchers, if they are given."""
-        from tfla.backends.triton import delta
+        from tfla.backends.triton import delta, delta_segments
 
-        if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
+        by_segments = spec.kernel == BY_SEGMENTS
+        if (x.cu_seqlens is None) != by_segments or x.C is None:
             return None
+        if not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
+            return None
+        if by_segments:
+            return delta_segments.run_forward(x, in_segments(spec), self.segment_kernels(), rows).h
         return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous()).h
 
     def run_forward(self, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels | None) -> DeltaOutputs:

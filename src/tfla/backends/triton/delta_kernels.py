@@ -76,6 +76,7 @@ from tfla.backends.triton.scan_tiles import (
     locate_tile,
     matmul,
     store_checkpoint,
+    store_final_columns,
     store_tile,
     tile_access,
     touch_tile,
@@ -223,7 +224,7 @@ def delta_h_scan(
         gates: the gate vectors, (H, tiles, VECTORS, L) float32, read with GATED.
         cu: the offsets of packed sequences, (sequences + 1).
         Out, E: the outputs, (B, T, H, DV), with the strides eb, et, eh.
-        state_in, state_out: the initial and final states, (sequences, H, DK, DV); with INDEXED both may be one pool.
+        state_in, state_out: the initial and final states, (sequences, H, DK, DV); with INDEXED rows of pools.
         scale: the factor of the queries.
     """
     part = tl.program_id(0)
@@ -272,7 +273,7 @@ def delta_h_scan(
         S = S * tile_decay(gate, L, GATED)
         S = add_split_product(S, res * w[None, :], k, PRECISION)
     if STORE_FINAL_STATE:
-        tl.store(state_out + state_at, S, mask=inside)
+        store_final_columns(S, state_out, state_at, inside, cu, sequences, H, col, DK, DV, BK, BV, INDEXED)
 
 
 @without_unknown_options

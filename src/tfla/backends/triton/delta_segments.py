@@ -12,6 +12,9 @@ A segment acts on the state of a head by a transition A (dqk x dqk) and by what 
                 then the launches of a backward, with each segment as a packed sequence
 
 A sequence starts with its first segment from the given state, so that A of the first one is never needed.
+
+Where the states of sequences are rows of a pool, delta_action_scan and pass_delta_states read them there, and
+delta_h_scan, which comes after both, stores the state after the last segment of a sequence to its row.
 """
 
 from __future__ import annotations
@@ -49,6 +52,19 @@ MOST_PROGRAMS = 65535  # of the second axis of a grid
 PASSED_COLUMNS = 32  # columns of dhv of a program that passes states
 
 
+@triton.jit
+def load_place(cu, sequence, sequences, segments):
+    """Return where the state of a sequence is in a pool: the place of the final state of its last segment.
+
+    Args:
+        cu: the bounded offsets of segments, which the places of states follow, see `bound_sequences`.
+        sequence: the number of the sequence.
+        sequences: the number of segments of all sequences.
+        segments: the number of segments of a sequence.
+    """
+    return tl.load(cu + 2 * sequences + (sequence + 1) * segments).to(tl.int64)
+
+
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "segments"])
 def delta_action_scan(
@@ -56,7 +72,7 @@ def delta_action_scan(
     sequences, T, tiles_of_head, H, GROUP, segments, kb, kt, kh, rb, rt, rh, vb, vt, vh, bb, bt, bh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, GATED: tl.constexpr,
     READ_KEY: tl.constexpr, IS_VARLEN: tl.constexpr, USE_GIVEN: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Compute what each segment adds to the state, and its transition: a program has BV columns of either.
 
@@ -66,7 +82,8 @@ def delta_action_scan(
 
     Args:
         K, R, V, X, beta, gates, cu: as in `delta_h_scan`; the sequences are segments.
-        given: the initial states of whole sequences, (sequences / segments, H, DK, DV); read with USE_GIVEN.
+        given: the initial states of whole sequences, (sequences / segments, H, DK, DV); read with USE_GIVEN. With
+            INDEXED a pool, see `load_place`.
         added: what segments add, (sequences, H, DK, DV) float32.
         transitions: their transitions, (sequences, H, DK, DK) float32.
         segments: the number of segments of a sequence.
@@ -93,8 +110,14 @@ def delta_action_scan(
     S = tl.where((rv[:, None] == rk[None, :]) & (part >= VALUES), 1.0, 0.0)  # columns of 0, or of I
     in_state = (rv < DV)[:, None] & (rk < DK)[None, :] & adds
     if USE_GIVEN:
-        at = ((segment // segments).to(tl.int64) * H + h) * DK * DV + rk[None, :] * DV + rv[:, None]
-        S += tl.load(given + at, mask=in_state & (place == 0), other=0.0).to(tl.float32)
+        row = (segment // segments).to(tl.int64)
+        exists = in_state & (place == 0)
+        if INDEXED:
+            row = load_place(cu, segment // segments, sequences, segments)
+            S = tl.where(exists & (row < -1), float("nan"), S)  # the pool lacks the row
+            exists = exists & (row >= 0)
+        at = (row * H + h) * DK * DV + rk[None, :] * DV + rv[:, None]
+        S += tl.load(given + at, mask=exists, other=0.0).to(tl.float32)
     r = tl.arange(0, L)
     tiles = tl.where(needed, tl.cdiv(steps, L), 0).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
@@ -126,9 +149,9 @@ def delta_action_scan(
 
 @triton.jit(do_not_specialize=["segments", "H"])
 def pass_delta_states(
-    transitions, states, given, segments, H,
+    transitions, states, given, cu, segments, H,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SLICE: tl.constexpr,
-    REVERSE: tl.constexpr, USE_GIVEN: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, USE_GIVEN: tl.constexpr, PRECISION: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Replace what each segment adds by the state at its start, or with REVERSE by the cotangent at its end.
 
@@ -138,7 +161,8 @@ def pass_delta_states(
         transitions: (sequences segments, H, DK, DK) float32; those of first segments are not read.
         states: (sequences segments, H, DK, DV) float32. What the last segment of each scan adds is not read.
         given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
-            (sequences, H, DK, DV); read with USE_GIVEN, else zeros.
+            (sequences, H, DK, DV); read with USE_GIVEN, else zeros. With INDEXED a pool.
+        cu: the offsets of segments, read with INDEXED, see `load_place`.
 
     The grid is (DV / BV, sequences * H).
     """
@@ -151,7 +175,13 @@ def pass_delta_states(
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
     S = tl.zeros([BK, BV], tl.float32)
     if USE_GIVEN:
-        S = tl.load(given + (b * H + h) * DK * DV + at, mask=inside, other=0.0).to(tl.float32)
+        row, exists = b, inside
+        if INDEXED:
+            row = load_place(cu, b, tl.num_programs(1) // H * segments, segments)
+            exists = inside & (row >= 0)
+        S = tl.load(given + (row * H + h) * DK * DV + at, mask=exists, other=0.0).to(tl.float32)
+        if INDEXED:
+            S = tl.where(row < -1, float("nan"), S)  # the pool lacks the row
     for c in range(0, segments):
         place = segments - 1 - c if REVERSE else c
         segment = (b * segments + place) * H + h
@@ -229,21 +259,20 @@ def offsets_of(device: torch.device, batch: int, T: int, steps: int) -> Tensor:
         return torch.tensor([*starts, batch * T], dtype=torch.int32, device=device)
 
 
-def _stored(ctx: delta.DeltaContext, boundary: Tensor) -> tuple[Tensor, Tensor]:
+def _stored(recorder: LaunchRecorder, x: DeltaInputs, boundary: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states at segment starts and the transitions of segments, which share the memory of a tensor."""
-    base, N = ctx.base, ctx.x.sequences
-    states = N, base.H, base.K, base.V
-    return (
-        base.recorder.reuse(boundary, 0, states),
-        base.recorder.reuse(boundary, N * base.H * base.K * base.V, (N, base.H, base.K, base.K)),
-    )
+    N, H, K, V = x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]
+    return recorder.reuse(boundary, 0, (N, H, K, V)), recorder.reuse(boundary, N * H * K * V, (N, H, K, K))
 
 
 def launch_action(
     ctx: delta.DeltaContext, gates: Tensor, X: Tensor, given: Tensor | None, added: Tensor, transitions: Tensor,
     segments: int,
 ) -> None:  # fmt: skip
-    """Launch `delta_action_scan`; its arguments are named as there, and with 0 segments it is WHOLE."""
+    """Launch `delta_action_scan`; its arguments are named as there, and with 0 segments it is WHOLE.
+
+    Where the context has rows, `given` is the pool of the final states.
+    """
     base, x, tiles = ctx.base, ctx.x, ctx.config.h
     programs = ceil_div(base.V, tiles.split) + ceil_div(base.K, tiles.split)
     tma = ctx.config.descriptors and describable(x.k, ctx.read_key, x.v)
@@ -252,7 +281,7 @@ def launch_action(
         transitions, x.sequences, base.T, base.tiles, base.H, base.group, segments, *time_strides(x.k),
         *time_strides(ctx.read_key), *time_strides(x.v), *time_strides(ctx.beta), BV=tiles.split,
         USE_GIVEN=given is not None, LAST=ctx.spec.save or not segments, WHOLE=not segments, TMA=tma,
-        STAGES=tiles.stages, num_warps=tiles.num_warps, **ctx.constants,
+        STAGES=tiles.stages, INDEXED=base.rows is not None, num_warps=tiles.num_warps, **ctx.constants,
     )  # fmt: skip
 
 
@@ -263,16 +292,33 @@ def _launch_pass(
     base, BK = ctx.base, power_of_two(ctx.base.K)
     columns = min(PASSED_COLUMNS, power_of_two(base.V))
     base.launch(pass_delta_states, (ceil_div(base.V, columns), ctx.x.sequences // segments * base.H),
-        transitions, states, transitions if given is None else given, segments, base.H, DK=base.K, DV=base.V, BK=BK,
-        BV=columns, SLICE=min(SLICE, BK), REVERSE=reverse, USE_GIVEN=given is not None,
-        PRECISION="ieee" if ctx.x.q.dtype == torch.float32 else "tf32x3", num_warps=8 if BK > 64 else 4,
+        transitions, states, transitions if given is None else given, base.cu_seqlens, segments, base.H, DK=base.K,
+        DV=base.V, BK=BK, BV=columns, SLICE=min(SLICE, BK), REVERSE=reverse, USE_GIVEN=given is not None,
+        PRECISION="ieee" if ctx.x.q.dtype == torch.float32 else "tf32x3", INDEXED=base.rows is not None,
+        num_warps=8 if BK > 64 else 4,
     )  # fmt: skip
 
 
-def context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None) -> delta.DeltaContext:
-    """Return the context of a call of segments from the states C before them, or None."""
+class SegmentRows(NamedTuple):
+    """The rows of a call of segments whose states before whole sequences are rows of a pool."""
+
+    starts: Tensor  # (N,) int: the rows of the states at segment starts, which are the numbers of the segments
+    ends: Tensor  # (N,) int: the rows of the pool, for the last segment of each sequence; -1 for the others
+
+    @staticmethod
+    def of(rows: Tensor, segments: int) -> SegmentRows:
+        """Return the rows of segments from those of sequences, (B,)."""
+        ends = torch.nn.functional.pad(rows[:, None], (segments - 1, 0), value=-1).flatten()
+        return SegmentRows(torch.arange(len(ends), device=rows.device), ends)
+
+
+def context(
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None, rows: SegmentRows | None = None
+) -> delta.DeltaContext:
+    """Return the context of a call of segments from the states C before them, or None; with `rows`, x.C is the pool."""
+    final_rows = None if rows is None or x.C is None else (x.C, rows.ends)
     x = x._replace(C=C)
-    base, beta = delta.launch_context(recorder, x, spec)
+    base, beta = delta.launch_context(recorder, x, spec, None if rows is None else rows.starts, final_rows)
     return delta.context(base, x, spec, beta)
 
 
@@ -294,30 +340,33 @@ def forward(
     """Launch the forward of segments.
 
     Args:
-        ctx: The context of the segments without states before them.
-        given: The initial states of whole sequences, (B, H, dqk, dhv), or None.
+        ctx: The context of the segments without states before them, or with rows from `starts`.
+        given: The initial states of whole sequences, (B, H, dqk, dhv), or None. With rows, the pool.
         segments: The number of segments of a sequence.
         kernels: The launchers.
         starts: Output for the states at the starts of segments, (segments of all, H, dqk, dhv) float32.
         transitions: Output for their transitions, (segments of all, H, dqk, dqk) float32.
 
     Returns:
-        What a forward returns, with the final states of all segments and without chunk_C.
+        What a forward returns, with the final states of all segments, unless there are rows, and without chunk_C.
     """
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
     ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))
-    final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
-    gates, given = ctx.gates(), results.dense(base, given)
+    final = None
+    if spec.final_state:
+        final = base.new(x.sequences, base.H, base.K, base.V) if base.rows is None else base.final_pool
+    gates = ctx.gates()
+    if base.rows is None:
+        given = results.dense(base, given)
     X = kernels.solve(ctx, gates)
     kernels.action(ctx, gates, X, given, starts, transitions, segments)
     _launch_pass(ctx, transitions, starts, given, segments, reverse=False)
     kernels.h(ctx, gates, X, h, E, starts, final)
     none = base.placeholder(0)
-    return DeltaOutputs(
-        h, none if final is None else final, none if E is None else E, X if spec.save else none, none
-    )  # fmt: skip
+    C = none if final is None or base.rows is not None else final
+    return DeltaOutputs(h, C, none if E is None else E, X if spec.save else none, none)
 
 
 class BackwardKernels(NamedTuple):
@@ -350,22 +399,31 @@ def backward(
     return kernels.backward(from_starts, E, X, dh, ends)
 
 
-def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD) -> DeltaOutputs:
-    """Record or replay the launches of a forward with segments of `spec.chunk_size` steps."""
+def run_forward(
+    x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD, rows: Tensor | None = None
+) -> DeltaOutputs:
+    """Record or replay the launches of a forward with segments of `spec.chunk_size` steps.
+
+    With `rows`, (B,), x.C is a pool that has these rows, and the final states are written there alone.
+    """
     cut = Segments.of(x, spec.chunk_size)
-    signature = delta.call_signature(("segmented forward", kernels, cut.segments), cut.x, spec)
+    more = () if rows is None else SegmentRows.of(rows, cut.segments)
+    given = *cut.x, *more
+    signature = delta.call_signature(("segmented forward", kernels, cut.segments), cut.x, spec, *more)
     found: Any = recorded_launches(signature)
     if found is not None:
-        out = DeltaOutputs(*found(cut.x))
+        out = DeltaOutputs(*found(given))
     else:
-        with recording(signature, cut.x) as recorder:
-            given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
-            ctx = context(recorder, given, spec)
-            boundary = ctx.base.new(ctx.x.sequences, ctx.base.H, ctx.base.K, ctx.base.V + ctx.base.K)
-            out = forward(ctx, given.C, cut.segments, kernels, *_stored(ctx, boundary))
+        with recording(signature, given) as recorder:
+            own = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
+            of_rows: Any = SegmentRows(*recorder.given[len(x) :]) if more else None
+            boundary = recorder.new(own.sequences, own.v.shape[2], own.q.shape[3], own.v.shape[3] + own.q.shape[3])
+            stored = _stored(recorder, own, boundary)
+            ctx = context(recorder, own, spec, None if of_rows is None else stored[0], of_rows)
+            out = forward(ctx, own.C, cut.segments, kernels, *stored)
             out = out._replace(chunk_C=boundary if spec.save else out.chunk_C)
             recorder.results = out
-    C = cut.states_of_sequences(out.C, -1) if spec.final_state else out.C
+    C = cut.states_of_sequences(out.C, -1) if spec.final_state and rows is None else out.C
     E = cut.as_batch(out.E) if spec.save else out.E
     X = cut.as_batch(out.X) if spec.save else out.X
     return DeltaOutputs(cut.as_batch(out.h), C, E, X, out.chunk_C)
@@ -391,7 +449,7 @@ def run_backward(
             assert boundary is not None
             assert cotangent is not None
             ctx = context(recorder, inputs, spec)
-            starts, transitions = _stored(ctx, boundary)
+            starts, transitions = _stored(recorder, inputs, boundary)
             contexts = ctx, context(recorder, inputs, spec, starts)
             grads = backward(contexts, E, X, transitions, cotangent, of_final, cut.segments, kernels)
             recorder.results = grads  # type: ignore[assignment]

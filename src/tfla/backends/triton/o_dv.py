@@ -53,12 +53,12 @@ def o_dv_scan(
         Y: y, (B, T, H, DV).
         Out: the output, (B, T, H, DV); written with OUTPUT.
         gates: the gate vectors, (H, tiles, VECTORS, L) float32.
-        cu: the offsets of packed sequences, (sequences + 1). With INDEXED the index of each sequence's row in the pool
-            follows them, see `bound_sequences`.
+        cu: the offsets of packed sequences, (sequences + 1). With INDEXED the indices of the rows of initial and of
+            final states in their pools follow them, see `bound_sequences`.
         state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE. With INDEXED a
             pool, (rows, H, DK, DV).
-        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE. With INDEXED the
-            same pool.
+        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE. With INDEXED a
+            pool.
         decays: the decay over each segment, (segments, H) float32; written without OUTPUT.
         tiles_of_head: the number of tiles of one head.
         GROUP: the number of heads of v that share a head of q and k.
@@ -135,6 +135,11 @@ def o_dv_scan(
         if BLOCKS == 2:
             S1 = tl.dot(tl.trans(y1), x_up, S1 * decay, input_precision=PRECISION)
     if STORE_FINAL_STATE:
+        if INDEXED:  # the places of final states follow those of the initial ones
+            place = tl.load(cu + 2 * sequences + 1 + segment).to(tl.int64)
+            state_at = ((place * H + h) * DK + rk[None, :]) * DV + rv[:, None]
+            inside = (rv < DV)[:, None] & (rk < DK)[None, :] & (place >= 0)
+            inside1 = (rv + BV < DV)[:, None] & (rk < DK)[None, :] & (place >= 0)
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
             tl.store(state_out + state_at + BV, S1, mask=inside1)

@@ -150,6 +150,31 @@ def key_addresses(Q, K, R, row, h, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh):
 
 
 @triton.jit
+def locate_columns(
+    places, H, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, INDEXED: tl.constexpr
+):
+    """Locate BV columns of a state, from column `col`, for a program of `locate_scan`; they are transposed.
+
+    With INDEXED the state is in a pool, and `places` has the places of the sequences' rows.
+
+    Returns:
+        Where the columns, (BV, BK), are in the states of all sequences; which of them exist; and the place.
+    """
+    rk = tl.arange(0, BK)
+    rv = col + tl.arange(0, BV)
+    at = tl.program_id(1).to(tl.int64)
+    place = at
+    if INDEXED:
+        place = tl.load(places + tl.program_id(1) // H).to(tl.int64)
+        at = place * H + tl.program_id(1) % H
+    state_at = (at * DK + rk[None, :]) * DV + rv[:, None]
+    inside = (rv < DV)[:, None] & (rk < DK)[None, :]
+    if INDEXED:
+        inside = inside & (place >= 0)
+    return state_at, inside, place
+
+
+@triton.jit
 def load_initial_columns(
     state_in, cu, sequences, H, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     USE_INITIAL_STATE: tl.constexpr, INDEXED: tl.constexpr,
@@ -164,22 +189,27 @@ def load_initial_columns(
         The columns, (BV, BK) float32, zeros without USE_INITIAL_STATE or a row, NaN where the pool has no such row; and
         where they are in the states of all sequences, with the mask of those that exist.
     """
-    rk = tl.arange(0, BK)
-    rv = col + tl.arange(0, BV)
-    at = tl.program_id(1).to(tl.int64)
-    if INDEXED:
-        place = tl.load(cu + sequences + 1 + tl.program_id(1) // H).to(tl.int64)
-        at = place * H + tl.program_id(1) % H
-    state_at = (at * DK + rk[None, :]) * DV + rv[:, None]
-    inside = (rv < DV)[:, None] & (rk < DK)[None, :]
-    if INDEXED:
-        inside = inside & (place >= 0)
+    state_at, inside, place = locate_columns(cu + sequences + 1, H, col, DK, DV, BK, BV, INDEXED)
     S = tl.zeros([BV, BK], tl.float32)
     if USE_INITIAL_STATE:
         S = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if INDEXED:
             S = tl.where(place < -1, float("nan"), S)
     return S, state_at, inside
+
+
+@triton.jit
+def store_final_columns(
+    S, state_out, state_at, inside, cu, sequences, H, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, INDEXED: tl.constexpr,
+):  # fmt: skip
+    """Store the columns of a final state; the arguments are those and the results of `load_initial_columns`.
+
+    With INDEXED, `state_out` is a pool, and the places of the final states follow those of the initial ones.
+    """
+    if INDEXED:
+        state_at, inside, _ = locate_columns(cu + 2 * sequences + 1, H, col, DK, DV, BK, BV, INDEXED)
+    tl.store(state_out + state_at, S, mask=inside)
 
 
 @triton.jit
