@@ -263,7 +263,11 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     if "rows" in variant:
         rows = torch.tensor([1, 0] if "packed" in variant else [1])
-        options |= {"state_indices": rows, "initial_state": tfla.State.zeros(2, heads, K, V), "return_state": True}
+        options |= {
+            "state_indices": rows,
+            "initial_state": tfla.State(torch.zeros(2, heads, K, V)),
+            "return_state": True,
+        }
     if "normalized" in variant:
         options["normalize_qk"] = True
     if "activated" in variant:

@@ -44,6 +44,16 @@ def test_rows_are_the_states(model: str, K: int, dtype: torch.dtype) -> None:
         assert found[:, 73:78].isnan().all()
         assert torch.equal(found[:, 78:], expected.h[:, 78:])
     assert torch.equal(pages, after)
+    # The final states of another pool, whose rows stand apart by another distance.
+    others, final = torch.zeros(6, 3, *x.C.shape[1:], device=DEVICE), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
+    pages[[4, 0, 6], 1] = C[[0, 2, 4]]
+    h = BACKEND.forward_by_rows(x._replace(C=pool), rows, spec, (others[:, 2], final))
+    assert h is not None
+    assert torch.equal(h[:, :73], expected.h[:, :73])
+    assert torch.equal(others[[0, 5, 1, 3], 2], expected.C[[0, 1, 2, 4]])
+    assert not others[:, :2].any()
+    assert not others[[2, 4], 2].any()
+    assert torch.equal(pool[[4, 0, 6]], C[[0, 2, 4]])
 
 
 def test_what_the_kernels_do_not_take_is_left_to_the_caller() -> None:

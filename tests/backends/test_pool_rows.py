@@ -91,6 +91,14 @@ def test_rows_are_the_states(backend: str, form: str, dims: tuple[int, int], chu
         if spec.normalize:
             assert torch.equal(out.n, expected.n)
             assert torch.equal(out.m, expected.m)
+    # The final states of another pool, whose rows stand apart by another distance.
+    others, final = torch.zeros(6, 3, *x.C.shape[1:], device=DEVICE), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
+    read = chosen.forward_by_rows(x._replace(C=pool), torch.tensor(ROWS, device=DEVICE), spec, (others[:, 2], final))
+    assert read is not None
+    assert torch.equal(read.h[:, : LACKING.start], expected.h[:, : LACKING.start])
+    assert torch.equal(others[[0, 5, 1, 3], 2], expected.C[[0, 1, 2, 4]])
+    assert not others[:, :2].any()
+    assert not others[[2, 4], 2].any()
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])

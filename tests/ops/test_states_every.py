@@ -14,7 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 import tfla
 from tfla import State
+from tfla.backends import BACKENDS
 from tfla.backends.gpu.runtime import INTERPRETED
+from tfla.ops.state_pool import PoolRows
 
 H, K, V = 2, 16, 8
 
@@ -216,6 +218,107 @@ def test_kernels_of_triton(call: Callable[..., Any]) -> None:
     for own, ref in ((last, expected_last), (states, expected)):
         weight = 1.0 if own.m is None else (own.m - ref.m)[..., None, None].exp()
         assert (own.C * weight - ref.C).norm() <= 1e-3 * ref.C.norm()
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@each_call
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_of_triton_read_and_overwrite_the_rows(
+    call: Callable[..., Any], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of separate states, without a copy of C: a row, no row, one that the pool lacks, and short sequences."""
+    lengths, rows = ([70, 0, 5, 40, 37], [2, 0, 4, -1, 9]) if packed else ([70], [2])
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    x = problem(1, sum(lengths), torch.float32)
+    pages = call(problem(12, 5, torch.float32), return_state=True)[1]
+    pages = State(*(None if t is None else t.unflatten(0, (6, 2)) for t in pages))
+    pool = State(*(None if t is None else t.clone()[:, 1] for t in pages))  # rows that do not follow each other
+    options: dict[str, Any] = {"cu_seqlens": offsets if packed else None, "backend": "triton"}
+    options |= {"return_state": True, "states_every": 32}
+    separate = pool.gather([row if 0 <= row < 6 else 0 for row in rows])
+    separate.reset([s for s, row in enumerate(rows) if row == -1])
+    expected_h, last, expected = call(x, initial_state=separate, **options)
+    after = pool.clone()
+    written = [s for s, row in enumerate(rows) if 0 <= row < 6]
+    after.scatter([rows[s] for s in written], last.gather(written))
+    for method in ("read", "write"):
+        monkeypatch.setattr(PoolRows, method, without_matrices(getattr(PoolRows, method)))
+    monkeypatch.setattr("tfla.ops.checks.check_values_of_indices", lambda *_: None)
+    h, found, states = call(x, initial_state=pool, state_indices=torch.tensor(rows), **options)
+    assert found is pool
+    known = offsets[4] if packed else 70  # the steps before those of the sequence whose row is not there
+    check(h[:, :known], expected_h[:, :known])
+    assert h[:, known:].isnan().all()
+    for own, ref, kept in zip(states, expected, pool, strict=True):
+        if own is not None and ref is not None and kept is not None:
+            check(own[:, : known // 32], ref[:, : known // 32])
+    assert states.C[:, known // 32 :].isnan().all()
+    for own, ref in zip(pool, after, strict=True):
+        check(own, ref)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_last_state_that_is_returned_is_also_in_the_pool(packed: bool) -> None:
+    x = problem(1, 64, torch.float32)
+    pool = mlstm(problem(3, 5, torch.float32), return_state=True)[1]
+    options: dict[str, Any] = {"backend": "triton", "states_every": 32}
+    options["cu_seqlens"] = torch.tensor([0, 64]) if packed else None
+    expected_h, last, expected = mlstm(x, initial_state=pool.gather([1]), return_state=True, **options)
+    h, _, states = mlstm(x, initial_state=pool, state_indices=torch.tensor([1]), return_state=True, **options)
+    check(h, expected_h)
+    for own, ref, final, kept in zip(states, expected, last, pool, strict=True):
+        check(own, ref)
+        assert kept is not None
+        check(kept[1:2], final)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_parts_in_segments_go_from_row_to_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernels of "segmented" read other rows than its last one writes."""
+    x = problem(1, 300, torch.float32)
+    pool = delta_rule(problem(3, 5, torch.float32), return_state=True)[1]
+    options: dict[str, Any] = {"backend": "triton", "kernel": "segmented", "chunk_size": 64, "states_every": 140}
+    expected_h, last, expected = delta_rule(x, initial_state=pool.gather([2]), return_state=True, **options)
+    for method in ("read", "write"):
+        monkeypatch.setattr(PoolRows, method, without_matrices(getattr(PoolRows, method)))
+    h, _, states = delta_rule(x, initial_state=pool, state_indices=torch.tensor([2]), return_state=True, **options)
+    check(h, expected_h)
+    check(states.C, expected.C)
+    check(pool.C[2:], last.C)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_parts_that_no_kernel_reads_by_rows_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last part, which has other steps, may have another kernel."""
+    x = problem(1, 70, torch.float32)
+    pool = mlstm(problem(3, 5, torch.float32), return_state=True)[1]
+    options: dict[str, Any] = {"backend": "triton", "states_every": 32, "return_state": True}
+    expected_h, last, expected = mlstm(x, initial_state=pool.gather([1]), **options)
+    backend = type(BACKENDS["triton"])
+    by_rows = backend.forward_by_rows
+    monkeypatch.setattr(
+        backend, "forward_by_rows", lambda b, x, *more: by_rows(b, x, *more) if x.q.shape[1] > 6 else None
+    )
+    h, _, states = mlstm(x, initial_state=pool, state_indices=torch.tensor([1]), **options)
+    check(h, expected_h)
+    check(states.C, expected.C)
+    check(pool.C[1:2], last.C)
+    check(pool.m[1:2], last.m)
+
+
+def without_matrices(method: Any) -> Any:
+    """Return a method of `PoolRows` that fails for C."""
+
+    def run(rows: PoolRows, t: Tensor, *more: Tensor) -> Any:
+        assert t.dim() < 4, "C is gathered or scattered"
+        return method(rows, t, *more)
+
+    return run
 
 
 @each_call

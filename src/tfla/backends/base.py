@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,6 +96,10 @@ class Spec(NamedTuple):
     final_state: bool  # return the final state
     store_dtype: torch.dtype | None = None  # of chunk_C; None: that of accumulators
     gates: Gates = "log"  # what the gates are: pre-activations of mLSTMexp or mLSTMsig, or log-gates; not clamped yet
+
+
+# The pool that gets the final C where it is not the one of the initial C, and its rows, (N,) int.
+FinalRows: TypeAlias = tuple[Tensor, Tensor] | None
 
 
 class Outputs(NamedTuple):
@@ -280,7 +284,7 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Compute h, and what the options ask for."""
 
-    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
+    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
         """Compute h of sequences whose C are rows of a pool, which kernels read and overwrite, without gradients.
 
         Args:
@@ -288,6 +292,7 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
                 N entries.
             rows: (N,) int32 or int64, the row of each sequence; -1 stands for a C of zeros that is not stored.
             spec: the options. With `final_state` the rows are overwritten.
+            final_rows: the pool whose rows are overwritten instead, and the rows; None: those that are read.
 
         Returns:
             h, and with `final_state` n and m of the N sequences. None if the backend does not support the call; nothing

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.backends.base import AnyBackend
+from tfla.backends.base import AnyBackend, FinalRows
 
 BetaActivation = Literal["none", "sigmoid", "2sigmoid"]
 GateActivation = Literal["none", "softplus", "sigmoid"]
@@ -189,7 +189,9 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
 
-    def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
+    def forward_by_rows(
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows = None
+    ) -> Tensor | None:
         """Compute h where the states are rows of a pool, which is read and overwritten in place, without gradients.
 
         Args:
@@ -197,6 +199,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
                 dqk, dhv).
             rows: (N,) int32 or int64: the row of each sequence, or -1 for a state of zeros that is not stored.
             spec: the options. With `final_state` the rows are overwritten.
+            final_rows: the pool whose rows are overwritten instead, and the rows; None: those that are read.
 
         Returns:
             h; or None, before anything is written, where the backend does not do it: the caller then gathers the rows.

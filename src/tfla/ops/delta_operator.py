@@ -17,7 +17,7 @@ from tfla.ops.checks import is_empty_batch
 from tfla.ops.delta_dispatch import DeltaRequest, plan, plan_before_activations, planned_inputs
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
-from tfla.ops.state_pool import as_packed, attend_by_index, state_of_plan
+from tfla.ops.state_pool import OtherRows, as_packed, attend_by_index, state_of_plan
 from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ delta = DifferentiableOperator(
 )  # fmt: skip
 
 
-def _by_rows(request: DeltaRequest, indices: Tensor) -> Tensor | None:
+def _by_rows(request: DeltaRequest, rows: OtherRows) -> Tensor | None:
     """Return h of a call whose kernels read and overwrite rows of the pool, its state, or None where none do.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pool, state = request.state, state_of_plan(request.state, len(indices))
+    pool, state = request.state, state_of_plan(request.state, len(rows.indices))
     if pool is None or state is None:
         return None
     own = request._replace(state=state)
@@ -86,7 +86,7 @@ def _by_rows(request: DeltaRequest, indices: Tensor) -> Tensor | None:
         return None
     x = planned_inputs(x, own, found)._replace(C=pool.C)
     with without_autocast(x.q.device.type):
-        h: Tensor | None = found.backend.forward_by_rows(x, indices, found.spec)
+        h: Tensor | None = found.backend.forward_by_rows(x, rows.indices, found.spec, rows.final_rows(pool))
     return None if h is None else h.view(given.v.shape)
 
 

@@ -7,7 +7,7 @@ sequences gather their initial states here and scatter their final ones. An inde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,30 @@ def as_packed(x: AnyInputs) -> AnyInputs | None:
         return None
     offsets = torch.arange(0, B * T + 1, T, device=x.v.device)
     return x._replace(cu_seqlens=offsets, **{name: t.flatten(0, 1)[None] for name, t in steps.items()})
+
+
+class OtherRows(NamedTuple):
+    """The rows of a part of a call, as `state_indices` has them: rows to read from one pool and to write to another.
+
+    Args:
+        indices: (B,), the rows of the initial state, a pool.
+        pool: the pool that gets the final states.
+        final: (B,), its rows.
+    """
+
+    indices: Tensor
+    pool: State
+    final: Tensor
+
+    def final_rows(self, initial: State) -> tuple[Tensor, Tensor] | None:
+        """Return C of the pool that gets the final states and its rows, or None where they are those of the initial."""
+        return (
+            None if self.pool.C is initial.C and self.final is self.indices else (self.pool.C, self.final.contiguous())
+        )
+
+
+class NotInKernels(Exception):
+    """No kernel reads and writes the rows of a part of a call."""
 
 
 class PoolRows:
@@ -124,6 +148,12 @@ class PoolRows:
         return source, self.indices.index_select(0, source).clamp(min=0).to(torch.int64), valid.any()
 
 
+def rows_that_exist(indices: Tensor, pool: State) -> PoolRows:
+    """Return the rows of a pool that are not beyond its end; sequences of others have none."""
+    size = pool.C.shape[0]
+    return PoolRows(torch.where(indices < size, indices, -1), size)
+
+
 def without_padding(h: Tensor, indices: Tensor) -> Tensor:
     """Return outputs h (B, ...), zero for sequences at index -1."""
     return torch.where(_like(indices >= 0, h), h, 0.0)
@@ -131,17 +161,17 @@ def without_padding(h: Tensor, indices: Tensor) -> Tensor:
 
 def attend_by_index(
     request: Any,
-    indices: Tensor,
+    indices: Tensor | OtherRows,
     cu_seqlens: Tensor | None,
     run: Callable[[Any], Any],
     further: Sequence[object] = (),
-    in_kernels: Callable[[Any, Tensor], Tensor | None] | None = None,
+    in_kernels: Callable[[Any, OtherRows], Tensor | None] | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute a call over whole sequences whose initial states are rows of a pool, and its final states too.
 
     Args:
         request: the arguments of the call; its state is the pool.
-        indices: (sequences,), the rows.
+        indices: (sequences,), the rows; or those of a part, which have been checked.
         cu_seqlens: the offsets of packed sequences.
         run: the function that computes a call from its arguments.
         further: arguments of the call that are not in the request.
@@ -153,7 +183,13 @@ def attend_by_index(
 
     Raises:
         ValueError, TypeError: the state or the indices do not fit; the message says what is allowed.
+        NotInKernels: no kernel takes the rows of a part.
     """
+    if isinstance(indices, OtherRows):
+        h = None if in_kernels is None else in_kernels(request, indices)
+        if h is None:
+            raise NotInKernels
+        return h, indices.pool
     q, pool = request.q, request.state
     if not isinstance(q, Tensor) or is_distributed(q):
         raise TypeError(f"state_indices: got them with q of type {type(q).__name__}, expected plain tensors")
@@ -171,7 +207,7 @@ def attend_by_index(
         parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
         checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")
     if in_kernels is not None and not needs_dispatcher((q, indices, *pool)):
-        h = in_kernels(request, indices)
+        h = in_kernels(request, OtherRows(indices, pool, indices))
         if h is not None:
             return (h, pool) if request.return_state else h
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

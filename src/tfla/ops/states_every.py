@@ -2,7 +2,7 @@
 
 The steps are computed in parts that end where a state is wanted, each by a call that starts from the state after the
 one before. So every step is computed once, by the kernels of all backends, and a state has the bits of the same call,
-with the same n, that stops there.
+with the same n, that stops there. Where kernels read and overwrite rows of a pool, see :mod:`.states_every_rows`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from tfla.backends.base import packed_bounds
 from tfla.ops import checks
 from tfla.ops.state import State
-from tfla.ops.state_pool import attend_by_index
+from tfla.ops.state_pool import NotInKernels, OtherRows, attend_by_index
+from tfla.ops.states_every_rows import PartsInRows, Steps
 from tfla.ops.transforms import is_distributed
 
 Found = tuple[Tensor, State, State]  # h, the final states, and the states after every n steps
@@ -82,9 +83,18 @@ def with_states_every(
         between.append(states)
         return h, last
 
-    # All parts go from state to state outside of the pool, whose dtype may be a narrower one.
-    call = _PooledCall(q, initial_state)
-    h, pool = attend_by_index(call, state_indices, cu_seqlens, from_rows, (*tensors.values(), *options.values()))
+    def in_kernels(call: _PooledCall, rows: OtherRows) -> Tensor | None:
+        """Compute the call with kernels that read and overwrite the rows, or return None where none do."""
+        try:
+            h, states = PartsInRows(run.part, rows.pool, rows.indices, cu_seqlens, q.shape[1], every).run()
+        except NotInKernels:
+            return None
+        between.append(states)
+        return h
+
+    # Without such kernels all parts go from state to state outside of the pool, whose dtype may be a narrower one.
+    further = *tensors.values(), *options.values()
+    h, pool = attend_by_index(_PooledCall(q, initial_state), state_indices, cu_seqlens, from_rows, further, in_kernels)
     return h, pool, between[0]
 
 
@@ -134,11 +144,13 @@ class _Run:
         """Compute the sequences from their initial states."""
         return self.dense(every, state) if cu_seqlens is None else self.packed(every, state, cu_seqlens)
 
-    def part(self, steps: slice | Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
-        """Compute some steps, a slice or the indices of them, from the states before them."""
+    def part(
+        self, steps: Steps, state: State | None, cu_seqlens: Tensor | None, rows: OtherRows | None = None
+    ) -> tuple[Tensor, State]:
+        """Compute some steps from the states before them; these are rows of pools where `rows` are given."""
         tensors = {name: t[:, steps] if isinstance(t, Tensor) else t for name, t in self.tensors.items()}
         found: tuple[Tensor, State] = self.operator(
-            **tensors, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, **self.options
+            **tensors, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, state_indices=rows, **self.options
         )
         return found
 

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tfla.backends.base import Exchange, Inputs, Spec
+from tfla.backends.base import Exchange, FinalRows, Inputs, Spec
 from tfla.backends.gpu.config import KernelConfig, ceil_div, products
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
@@ -60,7 +60,7 @@ class LaunchContext:
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
     rows: Tensor | None = None  # (N,) int: the states of packed sequences are these rows of x.C, a pool; -1: none
     # With rows, the pool that gets the final states and its rows (N,), where these are others than the initial ones.
-    final_rows: tuple[Tensor, Tensor] | None = None
+    final_rows: FinalRows = None
     # With context parallelism, see `exchanging`:
     exchange: Exchange | None = None  # of states with other processes
     exchanged: list[Tensor] = field(default_factory=list)  # the results of the exchange in a forward

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Exchange, Grads, Inputs, Outputs, Replay, Spec, Starts, static
+from tfla.backends.base import Exchange, FinalRows, Grads, Inputs, Outputs, Replay, Spec, Starts, static
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 
@@ -32,9 +33,12 @@ class KernelFamily:
         """Return the context of a call whose first given tensors are the inputs."""
         return self.context(recorder, Inputs(*recorder.given[:9]), spec)  # type: ignore[arg-type]
 
-    def run_forward(self, x: Inputs, spec: Spec, rows: Tensor | None = None) -> Outputs:
-        """Record or replay the launches of the forward; with `rows`, x.C is a pool that has these rows."""
-        given: Sequence[Tensor | None] = x if rows is None else (*x, rows)
+    def run_forward(self, x: Inputs, spec: Spec, rows: Tensor | None = None, final_rows: FinalRows = None) -> Outputs:
+        """Record or replay the launches of the forward; with `rows`, x.C is a pool that has these rows.
+
+        `final_rows` are the pool that gets the final C and its rows, or None where these are the same.
+        """
+        given: Sequence[Tensor | None] = x if rows is None else (*x, rows, *(final_rows or ()))
         signature = self._call_signature("forward", x, spec, *given[9:])
         recorded = recorded_launches(signature)
         if recorded is not None:
@@ -42,7 +46,8 @@ class KernelFamily:
         with recording(signature, given) as recorder:
             ctx = self._context(recorder, spec)
             if rows is not None:
-                ctx = replace(ctx, rows=recorder.given[9])
+                final: Any = recorder.given[10:]
+                ctx = replace(ctx, rows=recorder.given[9], final_rows=final or None)
             out = recorder.results = self.forward(ctx)
         return out
 

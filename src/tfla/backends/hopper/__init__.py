@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec, Starts
+from tfla.backends.base import Backend, Exchange, FinalRows, Grads, Inputs, Outputs, Replay, Spec, Starts
 from tfla.backends.gpu import pool_rows
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant, planned_gpu
 from tfla.backends.hopper.delta_backend import HopperDelta
@@ -134,14 +134,19 @@ class Hopper(Backend):
         x, spec = _with_positive_scale(x, spec)
         return _family(x).run_forward(x, spec)
 
-    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
+    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
         """Compute the forward, which reads and overwrites rows of the pool x.C; None also where kernels pad states."""
-        if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
+        if (
+            x.cu_seqlens is None
+            or x.C is None
+            or not x.v.numel()
+            or not pool_rows.can_be_indexed(x.C, rows, final_rows)
+        ):
             return None
         if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):
             return None
         x, spec = _with_positive_scale(x, spec)
-        return _family(x).run_forward(x, spec, rows.contiguous())
+        return _family(x).run_forward(x, spec, rows.contiguous(), final_rows)
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Replay
+from tfla.backends.base import FinalRows, Replay
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
 from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 
@@ -142,9 +142,11 @@ class HopperDelta(TritonDelta):
         """Compute h, and what the options ask for."""
         return self.run_forward(_for_descriptors(x), spec, forward_kernels())
 
-    def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
+    def forward_by_rows(
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows = None
+    ) -> Tensor | None:
         """Compute h, and read and overwrite rows of the pool x.C inside the scans; None where these cannot."""
-        return self.run_forward_by_rows(_for_descriptors(x), rows, spec, forward_kernels())
+        return self.run_forward_by_rows(_for_descriptors(x), rows, spec, forward_kernels(), final_rows)
 
     def segment_kernels(self) -> SegmentKernels:
         """Return the launchers of a forward in segments, and of the transitions of whole sequences."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from tfla.backends.base import (
     Backend,
     Exchange,
+    FinalRows,
     Grads,
     Inputs,
     Outputs,
@@ -158,11 +159,16 @@ class Triton(Backend):
         """Compute the forward with the kernels that `spec.kernel` names."""
         return _family(spec.kernel).run_forward(x, spec)
 
-    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec) -> Outputs | None:
+    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
         """Compute the forward by the fused kernels, which read and overwrite rows of the pool x.C, or return None."""
-        if x.cu_seqlens is None or x.C is None or not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
+        if (
+            x.cu_seqlens is None
+            or x.C is None
+            or not x.v.numel()
+            or not pool_rows.can_be_indexed(x.C, rows, final_rows)
+        ):
             return None
-        return _family(spec.kernel).run_forward(x, spec, rows.contiguous())
+        return _family(spec.kernel).run_forward(x, spec, rows.contiguous(), final_rows)
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.backends.base import TILE, Inputs, Replay, Spec, static
+from tfla.backends.base import TILE, FinalRows, Inputs, Replay, Spec, static
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences
 from tfla.backends.gpu.checkpoints import checkpoint_shape
@@ -117,7 +117,7 @@ class DeltaContext:
 
 def launch_context(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, rows: Tensor | None = None,
-    final_rows: tuple[Tensor, Tensor] | None = None,
+    final_rows: FinalRows = None,
 ) -> tuple[LaunchContext, Tensor]:  # fmt: skip
     """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H).
 
@@ -406,10 +406,10 @@ def gate_gradient(
 
 def launch_forward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS,
-    rows: Tensor | None = None,
+    rows: Tensor | None = None, final_rows: FinalRows = None,
 ) -> DeltaOutputs:  # fmt: skip
     """Launch the forward by the kernels that take the call."""
-    base, beta = launch_context(recorder, x, spec, rows)
+    base, beta = launch_context(recorder, x, spec, rows, final_rows)
     if takes_channel_kernels(x, spec):
         ctx = channel_rule.context(base, x, spec, beta)
         return channel_rule.forward(ctx, kernels.by_channel(ctx))
@@ -437,17 +437,23 @@ def call_signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: 
 
 
 def run_forward(
-    x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS, rows: Tensor | None = None
-) -> DeltaOutputs:
-    """Record or replay the launches of the forward; with `rows`, x.C is the pool that has these rows."""
-    given: Sequence[Tensor | None] = x if rows is None else (*x, rows)
+    x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS, rows: Tensor | None = None,
+    final_rows: FinalRows = None,
+) -> DeltaOutputs:  # fmt: skip
+    """Record or replay the launches of the forward; with `rows`, x.C is the pool that has these rows.
+
+    `final_rows` are the pool that gets the final C and its rows, or None where these are the same.
+    """
+    given: Sequence[Tensor | None] = x if rows is None else (*x, rows, *(final_rows or ()))
     signature = call_signature(("forward", kernels), x, spec, *given[len(x) :])
     recorded = recorded_launches(signature)
     if recorded is not None:
         return DeltaOutputs(*recorded(given))
     with recording(signature, given) as recorder:
         inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
-        out = recorder.results = launch_forward(recorder, inputs, spec, kernels, *recorder.given[len(x) :])
+        own, *final = recorder.given[len(x) :] or (None,)
+        pool_and_rows: Any = final or None
+        out = recorder.results = launch_forward(recorder, inputs, spec, kernels, own, pool_and_rows)
     return out
 
 

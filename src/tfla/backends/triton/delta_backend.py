@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import TILE, Replay
+from tfla.backends.base import TILE, FinalRows, Replay
 from tfla.backends.delta import (
     DeltaBackend,
     DeltaGrads,
@@ -135,12 +135,14 @@ class TritonDelta(DeltaBackend):
         """Compute h, and what the options ask for."""
         return self.run_forward(x, spec, None)
 
-    def forward_by_rows(self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec) -> Tensor | None:
+    def forward_by_rows(
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows = None
+    ) -> Tensor | None:
         """Compute h, and read and overwrite rows of the pool x.C inside the scans; None where these cannot."""
-        return self.run_forward_by_rows(x, rows, spec, None)
+        return self.run_forward_by_rows(x, rows, spec, None, final_rows)
 
     def run_forward_by_rows(
-        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, kernels: ForwardKernels | None
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, kernels: ForwardKernels | None, final_rows: FinalRows
     ) -> Tensor | None:
         """Compute :meth:`forward_by_rows` with other launchers, if they are given."""
         from tfla.backends.triton import delta, delta_segments
@@ -148,11 +150,11 @@ class TritonDelta(DeltaBackend):
         by_segments = spec.kernel == BY_SEGMENTS
         if (x.cu_seqlens is None) != by_segments or x.C is None:
             return None
-        if not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows):
+        if not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows, final_rows):
             return None
         if by_segments:
-            return delta_segments.run_forward(x, in_segments(spec), self.segment_kernels(), rows).h
-        return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous()).h
+            return delta_segments.run_forward(x, in_segments(spec), self.segment_kernels(), rows, final_rows).h
+        return delta.run_forward(x, spec, kernels or delta.KERNELS, rows.contiguous(), final_rows).h
 
     def run_forward(self, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels | None) -> DeltaOutputs:
         """Compute the forward with other launchers than those of :mod:`.delta_kernels`, if they are given."""

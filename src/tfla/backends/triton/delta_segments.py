@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfla.backends.base import FinalRows
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.gpu import results, sequences
 from tfla.backends.gpu.config import ceil_div, power_of_two
@@ -303,20 +304,31 @@ class SegmentRows(NamedTuple):
     """The rows of a call of segments whose states before whole sequences are rows of a pool."""
 
     starts: Tensor  # (N,) int: the rows of the states at segment starts, which are the numbers of the segments
-    ends: Tensor  # (N,) int: the rows of the pool, for the last segment of each sequence; -1 for the others
+    given: Tensor  # (N,) int: the rows that are read, for the last segment of each sequence; -1 for the others
+    pool: Tensor | None = None  # the pool that gets the final states, or None where it is the one that is read
+    ends: Tensor | None = None  # (N,) int: the rows of that pool, like `given`
 
     @staticmethod
-    def of(rows: Tensor, segments: int) -> SegmentRows:
+    def of(rows: Tensor, segments: int, final_rows: FinalRows) -> SegmentRows:
         """Return the rows of segments from those of sequences, (B,)."""
-        ends = torch.nn.functional.pad(rows[:, None], (segments - 1, 0), value=-1).flatten()
-        return SegmentRows(torch.arange(len(ends), device=rows.device), ends)
+
+        def at_ends(rows: Tensor) -> Tensor:
+            return torch.nn.functional.pad(rows[:, None], (segments - 1, 0), value=-1).flatten()
+
+        given = at_ends(rows)
+        starts = torch.arange(len(given), device=rows.device)
+        return SegmentRows(starts, given, *(() if final_rows is None else (final_rows[0], at_ends(final_rows[1]))))
+
+    def final_rows(self, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pool that gets the final states and its rows, from the pool that is read."""
+        return (pool, self.given) if self.pool is None or self.ends is None else (self.pool, self.ends)
 
 
 def context(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None, rows: SegmentRows | None = None
 ) -> delta.DeltaContext:
     """Return the context of a call of segments from the states C before them, or None; with `rows`, x.C is the pool."""
-    final_rows = None if rows is None or x.C is None else (x.C, rows.ends)
+    final_rows = None if rows is None or x.C is None else rows.final_rows(x.C)
     x = x._replace(C=C)
     base, beta = delta.launch_context(recorder, x, spec, None if rows is None else rows.starts, final_rows)
     return delta.context(base, x, spec, beta)
@@ -335,7 +347,7 @@ FORWARD = ForwardKernels(delta_kernels.launch_solve, launch_action, delta_kernel
 
 def forward(
     ctx: delta.DeltaContext, given: Tensor | None, segments: int, kernels: ForwardKernels, starts: Tensor,
-    transitions: Tensor,
+    transitions: Tensor, *, rows: SegmentRows | None = None,
 ) -> DeltaOutputs:  # fmt: skip
     """Launch the forward of segments.
 
@@ -346,6 +358,7 @@ def forward(
         kernels: The launchers.
         starts: Output for the states at the starts of segments, (segments of all, H, dqk, dhv) float32.
         transitions: Output for their transitions, (segments of all, H, dqk, dqk) float32.
+        rows: The rows of the context, or None.
 
     Returns:
         What a forward returns, with the final states of all segments, unless there are rows, and without chunk_C.
@@ -360,9 +373,13 @@ def forward(
     gates = ctx.gates()
     if base.rows is None:
         given = results.dense(base, given)
+    if rows is None or rows.pool is None or given is None:
+        reads = ctx
+    else:  # the kernels find the rows that they read where those of final states are for others
+        reads = replace(ctx, base=sequences.bound(replace(base, final_rows=(given, rows.given))))
     X = kernels.solve(ctx, gates)
-    kernels.action(ctx, gates, X, given, starts, transitions, segments)
-    _launch_pass(ctx, transitions, starts, given, segments, reverse=False)
+    kernels.action(reads, gates, X, given, starts, transitions, segments)
+    _launch_pass(reads, transitions, starts, given, segments, reverse=False)
     kernels.h(ctx, gates, X, h, E, starts, final)
     none = base.placeholder(0)
     C = none if final is None or base.rows is not None else final
@@ -400,14 +417,16 @@ def backward(
 
 
 def run_forward(
-    x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD, rows: Tensor | None = None
-) -> DeltaOutputs:
+    x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD, rows: Tensor | None = None,
+    final_rows: FinalRows = None,
+) -> DeltaOutputs:  # fmt: skip
     """Record or replay the launches of a forward with segments of `spec.chunk_size` steps.
 
-    With `rows`, (B,), x.C is a pool that has these rows, and the final states are written there alone.
+    With `rows`, (B,), x.C is a pool that has these rows, and the final states are written there alone, or to
+    `final_rows`.
     """
     cut = Segments.of(x, spec.chunk_size)
-    more = () if rows is None else SegmentRows.of(rows, cut.segments)
+    more: tuple[Tensor | None, ...] = () if rows is None else SegmentRows.of(rows, cut.segments, final_rows)
     given = *cut.x, *more
     signature = delta.call_signature(("segmented forward", kernels, cut.segments), cut.x, spec, *more)
     found: Any = recorded_launches(signature)
@@ -416,11 +435,11 @@ def run_forward(
     else:
         with recording(signature, given) as recorder:
             own = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
-            of_rows: Any = SegmentRows(*recorder.given[len(x) :]) if more else None
+            of_rows: Any = SegmentRows(*recorder.given[len(x) :]) if more else None  # type: ignore[arg-type]
             boundary = recorder.new(own.sequences, own.v.shape[2], own.q.shape[3], own.v.shape[3] + own.q.shape[3])
             stored = _stored(recorder, own, boundary)
             ctx = context(recorder, own, spec, None if of_rows is None else stored[0], of_rows)
-            out = forward(ctx, own.C, cut.segments, kernels, *stored)
+            out = forward(ctx, own.C, cut.segments, kernels, *stored, rows=of_rows)
             out = out._replace(chunk_C=boundary if spec.save else out.chunk_C)
             recorder.results = out
     C = cut.states_of_sequences(out.C, -1) if spec.final_state and rows is None else out.C
