@@ -162,9 +162,9 @@ def delta_rule(
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the processes that share the steps of all sequences, as in :func:`tfla.mlstm`.
         state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`tfla.mlstm`. Where
-            no gradients are recorded and a batch is (1, B T, ...) without a copy, the GPU kernels "fused" read and
-            overwrite the rows of a float32 pool themselves, in eager calls; a sequence whose row the pool does not have
-            gets NaN and writes nothing. Other calls gather and scatter the rows.
+            no gradients are recorded and a batch is (1, B T, ...) without a copy, the GPU kernels read and overwrite
+            the rows of a float32 pool themselves, in eager calls, "segmented" those of every batch; a sequence whose
+            row the pool does not have gets NaN and writes nothing. Other calls gather and scatter the rows.
         states_every: also return the states after every so many steps, see :func:`tfla.mlstm`.
 
     Returns:

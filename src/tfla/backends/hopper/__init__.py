@@ -136,12 +136,7 @@ class Hopper(Backend):
 
     def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
         """Compute the forward, which reads and overwrites rows of the pool x.C; None also where kernels pad states."""
-        if (
-            x.cu_seqlens is None
-            or x.C is None
-            or not x.v.numel()
-            or not pool_rows.can_be_indexed(x.C, rows, final_rows)
-        ):
+        if x.cu_seqlens is None or not pool_rows.can_be_indexed(x, rows, final_rows):
             return None
         if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):
             return None

@@ -215,15 +215,15 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, co
 
 
 @gluon.jit
-def locate_state(state, index, ids, params, config, FINAL: gl.constexpr, block: gl.constexpr = 0):
+def locate_state(state, index, ids, params, config, AT_END: gl.constexpr, block: gl.constexpr = 0):
     """Return pointers to what the consumer holds of a state, (64, ROWS) or (64, COLUMNS), and which of them exist.
 
-    Of a state with several blocks of 128 it is block `block`. With INDEXED a sequence may have no state. FINAL says
+    Of a state with several blocks of 128 it is block `block`. With INDEXED a sequence may have no state. AT_END says
     that it is the state after a work tile.
     """
-    BY_ROWS: gl.constexpr = FINAL and config.BY_KEYS
+    BY_ROWS: gl.constexpr = AT_END and config.BY_KEYS
     layout: gl.constexpr = mma.accumulator_layout(ROWS)
-    at = scheduler.state_index(index, params, config.INDEXED, FINAL)
+    at = scheduler.state_index(index, params, config.INDEXED, AT_END)
     DX: gl.constexpr = config.DK if config.BY_KEYS else config.DV
     DY: gl.constexpr = config.DV if config.BY_KEYS else config.DK
     pointers = mma.state_pointers(

@@ -180,15 +180,15 @@ def get_work_tile(index, params, L: gl.constexpr, IS_SEGMENTED: gl.constexpr, RE
 
 
 @gluon.jit
-def state_index(index, params, INDEXED: gl.constexpr = False, FINAL: gl.constexpr = False):
+def state_index(index, params, INDEXED: gl.constexpr = False, AT_END: gl.constexpr = False):
     """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv).
 
     With INDEXED it is the index in a pool, (rows, H, dqk, dhv): from -H to -1 where the sequence has no row, and less
-    than -H where the pool lacks its row. With FINAL the pool is that of the final states.
+    than -H where the pool lacks its row. With AT_END the pool is that of the final states.
     """
     if INDEXED:
         H = params.H
-        field: gl.constexpr = FINAL_POOL_INDEX if FINAL else POOL_INDEX
+        field: gl.constexpr = FINAL_POOL_INDEX if AT_END else POOL_INDEX
         return gl.load(params.schedule + index // H * FIELDS + field) * H + index % H
     elif params.schedule is not None:
         H = params.H

@@ -161,12 +161,7 @@ class Triton(Backend):
 
     def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
         """Compute the forward by the fused kernels, which read and overwrite rows of the pool x.C, or return None."""
-        if (
-            x.cu_seqlens is None
-            or x.C is None
-            or not x.v.numel()
-            or not pool_rows.can_be_indexed(x.C, rows, final_rows)
-        ):
+        if x.cu_seqlens is None or not pool_rows.can_be_indexed(x, rows, final_rows):
             return None
         return _family(spec.kernel).run_forward(x, spec, rows.contiguous(), final_rows)
 

@@ -148,9 +148,7 @@ class TritonDelta(DeltaBackend):
         from tfla.backends.triton import delta, delta_segments
 
         by_segments = spec.kernel == BY_SEGMENTS
-        if (x.cu_seqlens is None) != by_segments or x.C is None:
-            return None
-        if not x.v.numel() or not pool_rows.can_be_indexed(x.C, rows, final_rows):
+        if (x.cu_seqlens is None) != by_segments or not pool_rows.can_be_indexed(x, rows, final_rows):
             return None
         if by_segments:
             return delta_segments.run_forward(x, in_segments(spec), self.segment_kernels(), rows, final_rows).h
