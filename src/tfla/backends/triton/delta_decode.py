@@ -25,10 +25,12 @@ def block_sizes(dqk: int, dhv: int, several: bool) -> BlockSizes:
             registers.
     """
     rows, masked = power_of_two(dqk), dqk != power_of_two(dqk) or dhv != power_of_two(dhv)
-    held = 4096 if several and masked else 8192
+    crowded = several and masked
+    held = 4096 if crowded or rows <= 128 else 8192  # of more rows, 4096 elements have less than 128 bytes a row
     columns = min(power_of_two(dhv), max(8, min(128, held // rows)))
     elements = rows * columns
-    return BlockSizes(BK=rows, BV=columns, num_warps=1 if elements <= 512 else 2 if elements <= 2048 else 4)
+    few = 2048 if crowded else 4096
+    return BlockSizes(BK=rows, BV=columns, num_warps=1 if elements <= 512 else 2 if elements <= few else 4)
 
 
 def call_signature(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Hashable:

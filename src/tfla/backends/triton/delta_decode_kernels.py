@@ -87,7 +87,9 @@ def delta_steps(
         bias = tl.load(dt_bias + h).to(tl.float32)
     if BIAS_DIMS == 2:
         bias = tl.load(dt_bias + h * DK + rows, in_k, 0.0).to(tl.float32)
-    c = tl.load(C + state * cb + h * ch + rows[:, None] * ck + columns[None, :] * cv, inside, 0.0).to(tl.float32)
+    # Each state is read and written once: hints to caches let loads and stores of a large batch disturb each other less
+    c_at = C + state * cb + h * ch + rows[:, None] * ck + columns[None, :] * cv
+    c = tl.load(c_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     out_at = C_out + state * sb + h * sh + rows[:, None] * sk + columns[None, :] * sv
     length = T
     if LENGTHS:
@@ -129,4 +131,4 @@ def delta_steps(
         if STORE_FINAL_STATE and LENGTHS and t + 1 == length:
             tl.store(out_at, c.to(C_out.dtype.element_ty), inside)
     if STORE_FINAL_STATE and not LENGTHS:
-        tl.store(out_at, c.to(C_out.dtype.element_ty), inside)
+        tl.store(out_at, c.to(C_out.dtype.element_ty), inside, cache_modifier=".cs")
