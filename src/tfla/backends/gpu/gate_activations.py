@@ -10,8 +10,9 @@ where a = exp(A_log) is a number for each head, b = dt_bias one for each head or
 constant: the lower bound of log-gates, and 1 or 2 for write strengths, which have a = 1 and b = 0. Then df = dz, the
 gradient of dt_bias sums dz over the steps, and that of A_log sums g dg in (2) and z dz in (3).
 
-NaN stays NaN. The arithmetic is in float32. Kernels clamp the log-gates that these functions return. With PTX they are
-those of an NVIDIA GPU: exp and a division are then one instruction each, with a relative error of 2^-22.
+NaN stays NaN. The arithmetic is in float32. Kernels clamp the log-gates that these functions return. With PTX the
+functions take approximate instructions of NVIDIA GPUs, a power of 2 for exp and a reciprocal for a division; each has a
+relative error of at most 2^-22.
 """
 
 import triton

@@ -28,14 +28,15 @@ ROW_ELEMENTS = 4096  # the elements of the rows that a program normalizes
 class GateTile(NamedTuple):
     """The part of the gates, a matrix (B T, H K), that a program computes."""
 
-    tokens: int
+    tokens: int  # steps of all batch rows
     rows: int  # tokens at a time
-    columns: int
+    columns: int  # heads times channels
     num_warps: int
 
 
-# With 4 numbers of a tensor in a thread, its accesses to tensors of 16 and of 32 bits have one layout.
-BY_CHANNEL, BY_CHANNEL_BACKWARD = GateTile(256, 16, 128, 4), GateTile(256, 4, 64, 2)
+BY_CHANNEL = GateTile(256, 16, 128, 4)
+# A thread has 4 numbers of each tensor, so that its accesses to tensors of 16 and of 32 bits have one layout.
+BY_CHANNEL_BACKWARD = GateTile(256, 4, 64, 2)
 BY_STEP = GateTile(64, 64, 32, 4)
 
 
