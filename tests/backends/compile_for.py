@@ -8,14 +8,15 @@ parallelism, and rows a forward of packed sequences whose states are rows of a p
 "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. The delta rule is the kernel
 "delta" with [packed] [state] [rows] [forward] [normalized] [activated] [strided] [float32] [single], strided being
 strides that no TMA descriptor has, float32 the dtype of gates and beta, otherwise dtype, normalized a call that
-normalizes q and k, with forward without gradients, activated one that activates its gates, and single a call of one
-head; with [weighted] gla has input gates, too. Its decoding is "delta_steps" with [several] [low]. Both have a model of
-MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS
-multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are compiled, and with
-[only=NAME+NAME] only those of these names. The short convolution of a layer is the kernel "convolution", with its size,
-the channels and the dtype in place of gate and dims, and [bias] [packed] [state]. The activations of the delta rule's
-inputs are the kernel "activations", with the activation of the gates, dqk and the dtype, and [channels]. The losses of
-logits are the kernel "losses", with the vocabulary and the dtype.
+normalizes q and k, with forward without gradients, activated one that activates its gates, sigmoid one that does so
+without A_log and dt_bias, and single a call of one head; with [weighted] gla has input gates, too. Its decoding is
+"delta_steps" with [several] [low]. Both have a model of MODELS as gate. With [lengths] the kernels are those that other
+lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled. With [parallel] only the kernels
+of context parallelism are compiled, and with [only=NAME+NAME] only those of these names. The short convolution of a
+layer is the kernel "convolution", with its size, the channels and the dtype in place of gate and dims, and [bias]
+[packed] [state]. The activations of the delta rule's inputs are the kernel "activations", with the activation of the
+gates, dqk and the dtype, and [channels]. The losses of logits are the kernel "losses", with the vocabulary and the
+dtype.
 """
 
 from __future__ import annotations
@@ -273,6 +274,8 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
     if "activated" in variant:
         options["gate_activation"] = "softplus"
         x |= {"A_log": torch.randn(heads), "dt_bias": torch.randn(heads, *[K] * (x["log_f"].dim() == 4))}
+    if "sigmoid" in variant:
+        options |= {"gate_activation": "sigmoid", "lower_bound": -5.0}
     keeps = "forward" not in variant or "normalized" not in variant
     leaves = {name: t.requires_grad_(keeps) for name, t in x.items()}
     operator = tfla.linear_attention if model == "gla" else tfla.delta_rule

@@ -74,6 +74,7 @@ CASES: dict[str, list[Case]] = {
     "channel_gradients": [
         ("kda dq", {"K": 128, "V": 128, "T": 200, "H": 1}, None),
         ("kda dq short", {"K": 128, "V": 128, "T": 200, "H": 1}, None),
+        ("kda with norms", {"K": 128, "V": 64, "T": 130, "H": 1, "dtype": torch.bfloat16}, None),
     ],
     "channel_h": SCANS,
     "channel_dv": SCANS,
@@ -86,6 +87,9 @@ REDUNDANT = {
     ("channel_operands", "channel_operands_kernel", "pipeline.barrier()"),
     ("channel_gradients", "run_key_warp", "pipeline.barrier()"),
     ("channel_gradients", "release_gates", "pipeline.barrier()"),
+    ("channel_gradients", "store_scores", "pipeline.barrier()"),
+    ("channel_gradients", "store_sums", "pipeline.barrier()"),
+    ("channel_gradients", "compute_projections", "pipeline.barrier()"),
 }  # fmt: skip
 
 
@@ -195,6 +199,16 @@ def check_short_gates(p: DeltaProblem) -> None:
     check_delta_dq(with_short_gates(p))
 
 
+def check_channels_with_norms(p: DeltaProblem) -> None:
+    """The gradients of q and k are right where kernels for gates by channel divide them by their norms."""
+    from interpreted_bfloat16 import use_bfloat16
+    from test_channel_activations import check_gradients
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_bfloat16(patch)
+        check_gradients(p, gate_activation="none")
+
+
 def check_channel_scans(p: DeltaProblem) -> None:
     """The scans with gates by channel compute what they do in float64."""
     check_scans(p, 1e-2)
@@ -203,6 +217,7 @@ def check_channel_scans(p: DeltaProblem) -> None:
 DELTA_CHECKS = {
     "": check_delta_forward, "bfloat16": check_bfloat16_forward, "dq": check_delta_dq, "dq short": check_short_gates,
     "scans": check_channel_scans, "segments": check_segments, "norms": check_norms,
+    "with norms": check_channels_with_norms,
 }  # fmt: skip
 
 

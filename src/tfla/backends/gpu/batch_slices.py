@@ -19,6 +19,7 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder
 
 SMALLEST = 1 << 28  # bytes between kernels below which the launches of further slices are not worth their memory
+WITHOUT_ROWS = ("A_log", "dt_bias")  # fields of inputs
 FEWEST_TOKENS = 1 << 14  # of a slice: the host takes longer to launch its kernels than a GPU takes to run them on fewer
 
 
@@ -115,6 +116,10 @@ class BatchSlice(CallPart):
     def view(self, x: Tensor) -> Tensor:
         """Return the rows of x, (B, ...)."""
         return self.recorder.rows(x, self.start, self.stop)
+
+    def fields(self, x: Any) -> Any:
+        """Return a named tuple of tensors with the rows of each; the gates' parameters have none."""
+        return x._replace(**{name: self(t) for name, t in x._asdict().items() if name not in WITHOUT_ROWS})
 
     def tokens(self, x: Tensor | None) -> Any:
         """Return what kernels get of a tensor of tokens, (B, T, ...): its rows, or in a plan the whole tensor."""

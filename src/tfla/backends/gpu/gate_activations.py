@@ -70,13 +70,13 @@ def activated_gate(z, a, factor, SOFTPLUS: tl.constexpr, PTX: tl.constexpr = Fal
 
 
 @triton.jit
-def gate_derivatives(z, a, factor, SOFTPLUS: tl.constexpr):
+def gate_derivatives(z, a, factor, SOFTPLUS: tl.constexpr, PTX: tl.constexpr = False):
     """Return g, its derivative with respect to z, and the one with respect to A_log."""
-    g = activated_gate(z, a, factor, SOFTPLUS)
+    g = activated_gate(z, a, factor, SOFTPLUS, PTX)
     if SOFTPLUS:
-        return g, -a * sigmoid(z), g
+        return g, -a * sigmoid(z, PTX), g
     else:
-        other = sigmoid(-a * z)  # 1 - s without cancellation
+        other = sigmoid(-a * z, PTX)  # 1 - s without cancellation
         return g, g * other * a, g * other * (a * z)
 
 

@@ -128,13 +128,13 @@ class HopperDelta(TritonDelta):
         return not spec.save or (spec.kernel != BY_SEGMENTS and x.v.shape[3] <= LARGEST_WITH_NORMS)
 
     def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels apply the activation of the gates: `channel_operands_kernel`, without gradients.
+        """Return whether the kernels apply the activation of the gates, which have one gate for each channel then.
 
-        It also divides q and k by their norms, for which a program has to hold all of their channels at once.
+        They also divide q and k by their norms, for which a program has to hold all of their channels at once.
         """
         from tfla.backends.hopper import channel_operands
 
-        plain = x.channel_gates and x.read_key is None and not spec.read_before_decay and not spec.save
+        plain = x.channel_gates and x.read_key is None and not spec.read_before_decay
         whole_keys = channel_operands.LARGEST_NARROW_HEAD < x.q.shape[3] <= channel_operands.WIDTH.value
         return plain and whole_keys and x.q.dtype == torch.bfloat16
 

@@ -30,8 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.gpu import reductions
-from tfla.backends.gpu.config import ampere_mmas, ceil_div
+from tfla.backends.gpu.config import ampere_mmas, ceil_div, power_of_two
 from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_activations import activated_gate, gate_derivatives, load_activation
 from tfla.backends.gpu.gate_gradients import gate_gradient_of
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.gpu.state_passing import rounded_product
@@ -41,6 +42,7 @@ from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
+    exponents,
     half_decays,
     head_and_chunk,
     in_odd_block,
@@ -48,6 +50,7 @@ from tfla.backends.triton.channel_decays import (
     level_pairs,
     load_exponents,
     sums_from_middle,
+    takes_tile,
     tiles_of_program,
 )
 from tfla.backends.triton.precise_products import as_operand
@@ -63,6 +66,25 @@ if TYPE_CHECKING:
 
 
 @without_unknown_options
+@triton.jit
+def rows_of_results(
+    row, t0, of_tile, T, H, pitch, first_row, first_step, PITCHED: tl.constexpr, SLICED: tl.constexpr
+):  # fmt: skip
+    """Return the batch row and the token at which a tile starts in the tensors of the call, and its row of results.
+
+    Args:
+        row, t0: the batch row and the token at which it starts in the slice.
+        of_tile: the row of results where those of batch rows follow each other.
+        T, H, pitch, first_row, first_step, PITCHED, SLICED: as for `channel_gradients`.
+    """
+    if PITCHED:
+        of_tile += row * (pitch - T) * H
+    if SLICED:
+        t0 += first_step
+        row, of_tile = rows_from(first_row, row, of_tile + first_step * H, (pitch if PITCHED else T) * H)
+    return row, t0, of_tile
+
+
 @triton.jit(
     do_not_specialize=[
         "sequences",
@@ -74,17 +96,24 @@ if TYPE_CHECKING:
         "pitch",
         "first_row",
         "first_step",
+        "norm_b",
+        "norm_t",
+        "gate_factor",
+        "sum_h",
     ]
 )
 def channel_gradients(
-    Q, K, R, F, beta, cu, needs_levels, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
+    Q, K, R, F, beta, cu, needs_levels, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, q_norms, k_norms,
+    A_log, Bias, sums, scale,
     sequences, T, tiles_of_head, H, GROUP, per_program, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    gb, gt, gh, eb, et, eh, pitch, first_row, first_step,
+    gb, gt, gh, eb, et, eh, pitch, first_row, first_step, norm_b, norm_t, gate_factor, rate_stride, bias_h, bias_c,
+    sum_h,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
     SLICED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
-    LEVELED: tl.constexpr, DOTS: tl.constexpr, PITCHED: tl.constexpr, STAGES: tl.constexpr,
+    LEVELED: tl.constexpr, DOTS: tl.constexpr, PITCHED: tl.constexpr, STAGES: tl.constexpr, NORMALIZED: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_RATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of tiles for BK key channels. The grid is (tiles * H * DK / BK).
 
@@ -103,6 +132,11 @@ def channel_gradients(
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
             (B, T, H, DK / BK) float32.
         dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
+        q_norms, k_norms: with NORMALIZED 1 / |q| and 1 / |k|, (B, T, H) float32, with the strides norm_b, norm_t and 1.
+            dQ and dK are then the gradients of the normalized q and k, which `project_gradients` reads.
+        A_log, Bias, ACTIVATION: as for `decay_operands`. With an activation dF is the gradient of its argument.
+        sums: then with A_log or dt_bias an output for what tiles add to their gradients, (2, H, tiles, DK) float32,
+            with sum_h from one head to the next.
         pitch: with PITCHED the tokens from one batch row of dV, dQ, dK, dR and dF to the next, which are views of a
             part of the steps, or with SLICED have all steps; without it, and for sums, batch rows follow each other.
         first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
@@ -124,13 +158,10 @@ def channel_gradients(
             r = tl.arange(0, L)
             e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
             of_tile = (first + start) * H + h  # of sums, which are dense: offsets inside a tile fit 32 bits
-            of_rows = of_tile  # of results
             row_of_slice = row
-            if PITCHED:
-                of_rows += row * (pitch - T) * H
-            if SLICED:
-                t0 += first_step
-                row, of_rows = rows_from(first_row, row, of_rows + first_step * H, (pitch if PITCHED else T) * H)
+            row, t0, of_rows = rows_of_results(
+                row, t0, of_tile, T, H, pitch, first_row, first_step, PITCHED, SLICED
+            )  # fmt: skip
             at = (t0 + r).to(tl.int64)[:, None]
             c = part * BK + tl.arange(0, BK)
             do_at = dO + row * gb + h * gh + at * gt
@@ -174,7 +205,14 @@ def channel_gradients(
             # (2) The decays of pairs in one block, and those from the start of the tile and to its end
             inside = (r < steps)[:, None] & (c < DK)[None, :]
             f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
-            g = load_exponents(f_at, inside)  # (L, BK)
+            if ACTIVATION == "none":
+                g = load_exponents(f_at, inside)  # (L, BK)
+            else:
+                rate, bias = load_activation(
+                    A_log, Bias, h, c[None, :], rate_stride, bias_h, bias_c, DK, HAS_RATE, HAS_BIAS
+                )
+                z = tl.load(f_at, inside, 0.0).to(tl.float32) + bias
+                g = exponents(activated_gate(z, rate, gate_factor, ACTIVATION == "softplus"), inside)
             middle, shift, _top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
             up = tl.exp2(middle)  # factors of reads in one block
             down = tl.exp2(-middle)  # factors of writes
@@ -205,6 +243,10 @@ def channel_gradients(
             q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
             k = tl.load(k_at, inside, 0.0)  # (L, BK)
             q = tl.load(q_at, inside, 0.0)  # (L, BK)
+            if NORMALIZED:
+                norm_at = row_of_slice * norm_b + h + (t0 + r).to(tl.int64)[:, None] * norm_t
+                q = q * tl.load(q_norms + norm_at, (r < steps)[:, None], 0.0)
+                k = k * tl.load(k_norms + norm_at, (r < steps)[:, None], 0.0)
             read = k  # read keys, (L, BK)
             if READ_KEY:
                 read = tl.load(r_at, inside, 0.0)  # (L, BK)
@@ -293,7 +335,7 @@ def channel_gradients(
             if CORRECT and not READ_KEY:
                 dk += dr
             tl.store(dK + of_rows * DK + place, dk.to(dK.dtype.element_ty), inside)
-            sums = (of_tile + r * H) * PARTS + part
+            of_part = (of_tile + r * H) * PARTS + part
             found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
             if DOTS > 0:
                 by_errors = tl.zeros([L], tl.float32)  # (L), dv_t . E_t, which is beta_t dbeta_t
@@ -302,18 +344,84 @@ def channel_gradients(
                     by_errors += tl.load(dots + n * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
                 b = tl.reshape(b, [L])
                 found = tl.where(tl.abs(b) > 1e-6, by_errors / b, found)
-            tl.store(dbeta + sums, found, r < steps)
+            tl.store(dbeta + of_part, found, r < steps)
             dg = tl.zeros([L, BK], tl.float32) + across[None, :]
             if CORRECT and READ_BEFORE:
                 dg = add_sums_after(dg, state_reads_r, r, SUMS)
                 dg = add_sums_to(dg, Z_before, r, SUMS)
             dg = add_sums_after(dg, state_reads, r - 1, SUMS)
             dg = add_sums_to(dg, Z, r - 1, SUMS)
-            dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)  # (L, BK)
+            if ACTIVATION == "none":
+                dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)  # (L, BK)
+            else:
+                z = tl.load(f_at, inside, 0.0).to(tl.float32) + bias
+                gate, of_bias, of_rate = gate_derivatives(z, rate, gate_factor, ACTIVATION == "softplus")
+                kept = inside & (gate_gradient_of(tl.full([L, BK], 1.0, tl.float32), gate, False) != 0.0)
+                of_rate = tl.where(kept, of_rate * dg, 0.0)
+                dg = tl.where(kept, of_bias * dg, 0.0)
+                if HAS_RATE or HAS_BIAS:
+                    to = sums + h * sum_h + (tile - h * tiles_of_head) * DK + c
+                    tl.store(to, tl.sum(of_rate, 0), c < DK)
+                    tl.store(to + H * sum_h, tl.sum(dg, 0), c < DK)
             if STEP_GATES:
-                tl.store(dF + sums, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
+                tl.store(dF + of_part, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
             else:
                 tl.store(dF + of_rows * DK + place, dg.to(dF.dtype.element_ty), inside)
+
+
+@triton.jit
+def project(X, dX, r, c, inside, place):
+    """Replace the gradient of rows of norm 1, r x, by that of the rows x: r (dy - r^2 (x . dy) x) for dy in dX.
+
+    Args:
+        X: pointers to x, (L, BK).
+        dX: the gradient in memory, at the offsets `place`, (L, BK).
+        r: 1 / |x|, (L, 1).
+        inside: which elements exist, (L, BK).
+    """
+    x = tl.load(X, inside, 0.0).to(tl.float32)  # (L, BK)
+    dy = tl.load(dX + place, inside, 0.0).to(tl.float32)  # (L, BK)
+    along = r * r * tl.sum(x * dy, 1)[:, None]  # (L, 1)
+    tl.store(dX + place, (r * (dy - along * x)).to(dX.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=[
+    "sequences", "T", "tiles_of_head", "H", "GROUP", "per_program", "pitch", "first_row", "first_step", "norm_b",
+    "norm_t",
+])  # fmt: skip
+def project_gradients(
+    Q, K, cu, needs_levels, q_norms, k_norms, dQ, dK, sequences, T, tiles_of_head, H, GROUP, per_program,
+    qb, qt, qh, kb, kt, kh, norm_b, norm_t, pitch, first_row, first_step,
+    DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, PITCHED: tl.constexpr,
+    SLICED: tl.constexpr,
+):  # fmt: skip
+    """Make the gradients of q and k from those of the normalized ones, for tiles that need levels.
+
+    A program of `channel_gradients` has some of the channels of a tile, and the norm needs all. The arguments are those
+    of `channel_gradients`, with BK channels for a program, all of them. The grid is (tiles * H / per_program).
+    """
+    n0, count = tiles_of_program(needs_levels, per_program, tiles_of_head * H, True, 1)
+    for i in tl.range(0, count, num_stages=1, disable_licm=True):
+        h, chunk = head_and_chunk(n0 + i, tiles_of_head, H, True)
+        s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, L, IS_VARLEN)
+        tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+        if takes_tile(needs_levels + tile, start < length, True):
+            row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
+            row_of_slice = row
+            row, t0, of_rows = rows_of_results(
+                row, t0, (first + start) * H + h, T, H, pitch, first_row, first_step, PITCHED, SLICED
+            )  # fmt: skip
+            r = tl.arange(0, L)
+            c = tl.arange(0, BK)
+            inside = (r < steps)[:, None] & (c < DK)[None, :]
+            at = (t0 + r).to(tl.int64)[:, None]
+            place = of_rows * DK + (r * H)[:, None] * DK + c[None, :]  # (L, BK)
+            norm_at = row_of_slice * norm_b + h + at * norm_t
+            of_q = tl.load(q_norms + norm_at, (r < steps)[:, None], 0.0)
+            of_k = tl.load(k_norms + norm_at, (r < steps)[:, None], 0.0)
+            hx = h // GROUP
+            project(Q + row * qb + hx * qh + at * qt + c[None, :], dQ, of_q, c, inside, place)
+            project(K + row * kb + hx * kh + at * kt + c[None, :], dK, of_k, c, inside, place)
 
 
 class Gradients(NamedTuple):
@@ -326,8 +434,8 @@ class Gradients(NamedTuple):
     beta: Tensor  # (B, T, H) float32
 
 
-# A launcher of another kernel for tiles that need no levels: it takes the context, the flags of tiles, and the
-# tensors of :func:`launch` from dh on, of which the gradient of beta has a part for each 32 channels.
+# A launcher of another kernel for tiles that need no levels: it takes the context, the operands of scans, the tensors
+# of :func:`launch` from dh on, of which the gradient of beta has a part for each 32 channels, and at last its `sums`.
 Bounded = Callable[..., None]
 
 
@@ -344,9 +452,9 @@ def allocate(ctx: ChannelContext) -> Gradients:
 
 def launch(
     ctx: ChannelContext, operands: Operands, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
-    dots: Tensor | None, grads: Gradients, bounded: Bounded | None = None,
+    dots: Tensor | None, grads: Gradients, bounded: Bounded | None = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch `channel_gradients`.
+    """Launch `channel_gradients`, and where it normalizes q and k `project_gradients`.
 
     Args:
         ctx: The context of the call.
@@ -357,6 +465,8 @@ def launch(
         dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
         grads: The outputs. They and dv are dense, or all of them the same steps of dense tensors.
         bounded: A launcher of another kernel for the tiles that need no levels, or None.
+        sums: Output for what tiles add to the gradients of A_log and dt_bias, (2, H, tiles or more, dqk), or None where
+            the call has neither.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
     parts = ceil_div(base.K, tiles.split)
@@ -365,7 +475,7 @@ def launch(
         dbeta = base.new(base.B, base.T, base.H * parts, 1)
         log_f = grads.log_f if x.channel_gates else base.new(base.B, base.T, base.H * parts, 1)
     if bounded is not None:
-        bounded(ctx, operands.needs_levels, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta))
+        bounded(ctx, operands, dh, dv, E, states, cotangents, dots, grads._replace(beta=dbeta), sums)
     count, per_program = base.tiles * base.H, ctx.flags_of_program
     pitch = grads.q.stride(0) // (base.H * base.K) if base.B > 1 or ctx.first_row is not None else base.T
     for with_levels in (True,) if bounded is not None else (False, True):
@@ -374,13 +484,23 @@ def launch(
         base.launch(channel_gradients, ((ceil_div(count, per_program) if with_levels else count) * parts,),
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.needs_levels, dh, dv, E, states,
             cotangents, states if dots is None else dots, grads.q, grads.k,
-            grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, base.x.sequences,
+            grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, *operands.norms(ctx.beta),
+            *ctx.activation, ctx.beta if sums is None else sums, ctx.spec.scale, base.x.sequences,
             base.T, base.tiles, base.H, base.group, per_program, *ctx.input_strides,
-            *time_strides(dh), *time_strides(E), pitch, ctx.first_row or 0, ctx.first_step,
+            *time_strides(dh), *time_strides(E), pitch, ctx.first_row or 0, ctx.first_step, *operands.norm_strides,
+            *ctx.activation_numbers, 0 if sums is None else sums.stride(1),
             DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=with_levels,
             DOTS=0 if dots is None else dots.shape[0], PITCHED=pitch != base.T, STAGES=tiles.stages,
             num_warps=num_warps, OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32,
-            compilation=ampere_mmas(x.q.device), **ctx.tile_constants,
+            compilation=ampere_mmas(x.q.device), **ctx.tile_constants, **ctx.activation_constants,
+        )  # fmt: skip
+    if operands.q_norms is not None:
+        base.launch(project_gradients, (ceil_div(count, per_program),),
+            x.q, x.k, base.cu_seqlens, operands.needs_levels, *operands.norms(ctx.beta), grads.q, grads.k,
+            base.x.sequences, base.T, base.tiles, base.H, base.group, per_program, *time_strides(x.q),
+            *time_strides(x.k), *operands.norm_strides, pitch, ctx.first_row or 0, ctx.first_step,
+            DK=base.K, BK=power_of_two(base.K), L=base.L, IS_VARLEN=base.packed, PITCHED=pitch != base.T,
+            SLICED=ctx.first_row is not None, num_warps=8,
         )  # fmt: skip
     if dbeta is not grads.beta and x.beta is not None:
         reductions.launch(base, dbeta, parts, grads.beta, ctx.first_step)

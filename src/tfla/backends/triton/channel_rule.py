@@ -234,6 +234,17 @@ class ChannelContext:
             first_row=part.first_row,
         )  # fmt: skip
 
+    def new_sums(self, tiles: list[int]) -> list[Tensor | None]:
+        """Allocate what tiles add to the gradients of A_log and dt_bias, for calls with so many tiles of a head each.
+
+        Returns:
+            (2, H, tiles, dqk) float32 for each call; None where kernels compute none.
+        """
+        base, x = self.base, self.x
+        if self.spec.gate_activation == "none" or (x.A_log is None and x.dt_bias is None):
+            return [None for _ in tiles]
+        return [base.zeros(2, base.H, n, base.K) for n in tiles]
+
     def new_dots(self, programs: int) -> Tensor | None:
         """Allocate dv . E for this many parts of dhv, (programs, B, T, H) float32; None where dbeta needs none."""
         base = self.base
@@ -316,6 +327,7 @@ def backward(
     errors, X, dC = E if correct else x.v, X if correct else None, results.dense(base, dC)
     slices = [BatchSlice(base, *rows) for rows in ctx.slices(kernels)]
     zeros = ctx.of_rows(slices[0]).zeros_of_plan(kernels, dC)  # no slice has more rows
+    sums: list[Tensor] = []  # of the gradients of A_log and dt_bias, a tensor for each slice
     for part in slices:
         of_rows = grads._replace(
             q=part.tokens(grads.q), k=part.tokens(grads.k), read_key=part.tokens(grads.read_key),
@@ -324,21 +336,23 @@ def backward(
         with base.recorder.temporary():
             _backward_of_rows(
                 ctx.of_rows(part), part.tokens(errors), part.tokens(X), part.tokens(dh), part(dC), part.tokens(dv),
-                part(dC0), of_rows, zeros, kernels,
+                part(dC0), of_rows, sums, zeros, kernels,
             )  # fmt: skip
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None
     dlog_f = grads.log_f if x.log_f is not None else None
     sequences.clear(base, *(t for t in (dbeta, dlog_f) if t is not None))
+    of_rate, of_bias = _activation_gradients(ctx, sums)
     none = base.placeholder(0)
-    found = (dq, dk, dv, dbeta, dlog_f, read_key, None, None, dC0)
+    found = (dq, dk, dv, dbeta, dlog_f, read_key, of_rate, of_bias, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))
 
 
 def _backward_of_rows(
     ctx: ChannelContext, errors: Tensor, X: Tensor | None, dh: Tensor, dC: Tensor | None, dv: Tensor,
-    dC0: Tensor | None, grads: channel_gradients.Gradients, zeros: Tensor | None, kernels: ChannelKernels,
+    dC0: Tensor | None, grads: channel_gradients.Gradients, sums: list[Tensor], zeros: Tensor | None,
+    kernels: ChannelKernels,
 ) -> None:  # fmt: skip
     """Launch the backward of some batch rows.
 
@@ -348,6 +362,7 @@ def _backward_of_rows(
         X: What the forward stored, or None without correction.
         dh, dC: The cotangents of h, with dense rows, and of the final states, dense.
         dv, dC0, grads: The outputs. Operands of scans lie in those that a kernel computes after it has read them.
+        sums: Gets what these rows add to the gradients of A_log and dt_bias for each channel, (2, H, dqk).
         zeros: The result of :meth:`ChannelContext.zeros_of_plan`.
         kernels: The launchers.
     """
@@ -372,12 +387,32 @@ def _backward_of_rows(
         parts, states, [initial, *ends], [*ends, unread], strict=True
     ):  # fmt: skip
         kernels.h(of_part, read, part(errors), None, None, found, first, last)
-    for (part, of_part, read), before, final, first in zip(
-        reversed(parts), reversed(states), [dC, *reversed(ends)], [*reversed(ends), dC0], strict=True
+    by_tile = ctx.new_sums([of_part.base.tiles for _, of_part, _ in parts])
+    for (part, of_part, read), before, final, first, of_tiles in zip(
+        reversed(parts), reversed(states), [dC, *reversed(ends)], [*reversed(ends), dC0], by_tile, strict=True
     ):
         E, do, of_v = part(errors), part(dh), part(dv)
         with base.recorder.temporary():
             cotangents, dots = kernels.dv(of_part, read, do, E, of_v, final, first)
             channel_gradients.launch(
-                of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients
+                of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients, of_tiles
             )  # fmt: skip
+    sums += [base.do(lambda t: t.sum(2), t) for t in by_tile if t is not None]
+
+
+def _activation_gradients(ctx: ChannelContext, sums: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of A_log and dt_bias, from the sums over some steps, (2, H, dqk) each; None of what is not.
+
+    They are added in the order of the list, so that they do not vary between runs.
+    """
+    if not sums:
+        return None, None
+    do, A_log, bias = ctx.base.do, ctx.x.A_log, ctx.x.dt_bias
+    total = sums[0]
+    for other in sums[1:]:
+        total = do(torch.add, total, other)
+    by_heads = None if bias is None else bias.dim() == 1
+    return (
+        None if A_log is None else do(lambda t: t[0].sum(1), total),
+        None if bias is None else do(lambda t: t[1].sum(1) if by_heads else t[1], total),
+    )

@@ -223,7 +223,7 @@ def launch_h(
     """
     base, config = ctx.base, ctx.config
     tiles = config.states if h is None else config.h
-    q, r, k, k_low, P, X, decays, _ = operands
+    q, r, k, k_low, P, X, decays, *_ = operands
     unused = q  # stands for tensors that are not read or written
     given = [unused if t is None else t for t in (h, E, states, initial, final)]
     base.launch(channel_h_scan, (ceil_div(base.V, tiles.split), ctx.x.sequences * base.H),
@@ -257,7 +257,7 @@ def launch_dv(
         (programs, B, T, H) float32, or None where dbeta is not computed from it.
     """
     base, config = ctx.base, ctx.config
-    q, r, k, k_low, P, X, decays, _ = operands
+    q, r, k, k_low, P, X, decays, *_ = operands
     descriptors = config.descriptors and describable(dh)  # without, ptxas sets too few: see `ampere_mmas`
     cotangents = ctx.new_tile_states()
     programs = ceil_div(base.V, config.dv.split)

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.gpu.config import ampere_mmas, ceil_div
+from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_activations import activated_gate, load_activation
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.triton.channel_decays import (
@@ -223,6 +224,17 @@ class Operands(NamedTuple):
     X: Tensor | None  # (B, T, H, L); None without correction
     decays: Tensor  # (H, tiles, dqk) float32
     needs_levels: Tensor  # (H, tiles) int8, 1 for tiles that need levels
+    q_norms: Tensor | None = None  # (B, T, H) float32, 1 / |q|; None where the kernels do not normalize q and k
+    k_norms: Tensor | None = None  # (B, T, H) float32, 1 / |k|, likewise
+
+    def norms(self, absent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 / |q| and 1 / |k|, or twice what stands for them."""
+        return absent if self.q_norms is None else self.q_norms, absent if self.k_norms is None else self.k_norms
+
+    @property
+    def norm_strides(self) -> tuple[int, int]:
+        """The strides of the norms by batch row and token."""
+        return (0, 0) if self.q_norms is None else time_strides(self.q_norms)[:2]
 
     def of_part(self, part: TimePart) -> Operands:
         """Return the operands of a part of the steps; in a plan only those with an entry per tile are cut."""
@@ -285,4 +297,4 @@ def launch(
             **ctx.activation_constants, BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps,
             compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
-    return Operands(q, r, k, k_low, P, X, decays, needs_levels)
+    return Operands(q, r, k, k_low, P, X, decays, needs_levels, q_norms, k_norms)
