@@ -13,6 +13,7 @@ from delta_cases import delta_problem
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, inputs, pytestmark, simulation
 
 import tfla
+from tfla.backends.base import FinalRows
 from tfla.ops.state_pool import PoolRows
 
 __all__ = ["pytestmark", "simulation"]
@@ -47,7 +48,7 @@ def test_rows_are_the_states(model: str, K: int, dtype: torch.dtype) -> None:
     # The final states of another pool, whose rows stand apart by another distance.
     others, final = torch.zeros(6, 3, *x.C.shape[1:], device=DEVICE), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
     pages[[4, 0, 6], 1] = C[[0, 2, 4]]
-    h = BACKEND.forward_by_rows(x._replace(C=pool), rows, spec, (others[:, 2], final))
+    h = BACKEND.forward_by_rows(x._replace(C=pool), rows, spec, FinalRows(others[:, 2], final))
     assert h is not None
     assert torch.equal(h[:, :73], expected.h[:, :73])
     assert torch.equal(others[[0, 5, 1, 3], 2], expected.C[[0, 1, 2, 4]])

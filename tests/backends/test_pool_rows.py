@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, alike, problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_hopper import simulation
-from torch import Tensor
 
 import tfla
 from tfla.backends import BACKENDS
-from tfla.backends.base import Gates, Inputs, Spec
+from tfla.backends.base import FinalRows, Gates, Inputs, Spec
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.ops.state_pool import PoolRows
 
@@ -52,6 +53,22 @@ def setting(
     return x, spec
 
 
+def with_state(x: Inputs, state: tfla.State) -> Inputs:
+    return x._replace(**state._asdict())
+
+
+def random_pages(x: Inputs, rows: int, layers: int) -> tfla.State:
+    """Return tensors (rows, layers, ...) of the shapes of the states of x."""
+    generator = torch.Generator().manual_seed(rows)
+    parts = [None if t is None else torch.randn(rows, layers, *t.shape[1:], generator=generator) for t in x[5:8]]
+    return tfla.State(*(None if t is None else t.to(DEVICE) for t in parts))  # type: ignore[arg-type]
+
+
+def page(pages: tfla.State, layer: int) -> tfla.State:
+    """Return the pool of a layer, whose rows are not adjacent in memory."""
+    return tfla.State(*(None if t is None else t[:, layer] for t in pages))  # type: ignore[arg-type]
+
+
 def cases() -> list[Any]:
     """Return cases for all kernels, by backend and head dims; with segments (64), state passing reads the rows."""
     found = [("triton", form, (40, 72), n) for form in GATES for n in (WHOLE, 64)]
@@ -68,37 +85,68 @@ def test_rows_are_the_states(backend: str, form: str, dims: tuple[int, int], chu
     """Results equal those of separate states bit by bit: rows in any order, no row, and a row that the pool lacks."""
     chosen = BACKENDS[backend]
     x, spec = setting(form, dims, chunk_size)
-    assert x.C is not None
-    pages = torch.randn(7, 2, *x.C.shape[1:], generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    pool = pages[:, 1]  # rows that are not adjacent in memory
-    C = pool[[4, 0, 0, 0, 6]].clone()
-    C[1] = 0
-    expected = chosen.forward(x._replace(C=C), spec)
+    pages = random_pages(x, 7, 2)
+    pool = page(pages, 1)  # rows that are not adjacent in memory
+    separate = pool.gather([4, 0, 0, 0, 6])
+    separate.reset([1])
+    expected = chosen.forward(with_state(x, separate), spec)
+    # Without a normalizer n and m of the results are tensors without elements.
+    last = tfla.State(*(None if t is None else getattr(expected, name) for name, t in pool._asdict().items()))  # type: ignore[arg-type]
     after = pages.clone()
-    after[[4, 0, 6], 1] = expected.C[[0, 2, 4]]
+    page(after, 1).scatter([4, 0, 6], last.gather([0, 2, 4]))
     for dtype in (torch.int32, torch.int64):
         rows, written = torch.tensor(ROWS, dtype=dtype, device=DEVICE), pages.clone()
-        read = chosen.forward_by_rows(x._replace(C=written[:, 1]), rows, spec._replace(final_state=False))
-        assert torch.equal(written, pages)
-        assert read is not None
-        out = chosen.forward_by_rows(x._replace(C=written[:, 1]), rows, spec)
-        assert out is not None
-        assert torch.equal(written, after)
-        for h in (read.h, out.h):
-            assert torch.equal(h[:, : LACKING.start], expected.h[:, : LACKING.start])
-            assert h[:, LACKING].isnan().all()
-            assert torch.equal(h[:, LACKING.stop :], expected.h[:, LACKING.stop :])
-        if spec.normalize:
-            assert torch.equal(out.n, expected.n)
-            assert torch.equal(out.m, expected.m)
+        own = with_state(x, page(written, 1))
+        read = chosen.forward_by_rows(own, rows, spec._replace(final_state=False))
+        assert same(written, pages)
+        h = chosen.forward_by_rows(own, rows, spec)
+        assert same(written, after)
+        for found in (read, h):
+            assert found is not None
+            assert torch.equal(found[:, : LACKING.start], expected.h[:, : LACKING.start])
+            assert found[:, LACKING].isnan().all()
+            assert torch.equal(found[:, LACKING.stop :], expected.h[:, LACKING.stop :])
     # The final states of another pool, whose rows stand apart by another distance.
-    others, final = torch.zeros(6, 3, *x.C.shape[1:], device=DEVICE), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
-    read = chosen.forward_by_rows(x._replace(C=pool), torch.tensor(ROWS, device=DEVICE), spec, (others[:, 2], final))
-    assert read is not None
-    assert torch.equal(read.h[:, : LACKING.start], expected.h[:, : LACKING.start])
-    assert torch.equal(others[[0, 5, 1, 3], 2], expected.C[[0, 1, 2, 4]])
-    assert not others[:, :2].any()
-    assert not others[[2, 4], 2].any()
+    others, rows = random_pages(x, 6, 3), torch.tensor(ROWS, device=DEVICE)
+    after, final = others.clone(), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
+    page(after, 2).scatter([0, 5, 1, 3], last.gather([0, 1, 2, 4]))
+    C, n, m = page(others, 2)
+    h = chosen.forward_by_rows(with_state(x, pool), rows, spec, FinalRows(C, final, n, m))
+    assert h is not None
+    assert torch.equal(h[:, : LACKING.start], expected.h[:, : LACKING.start])
+    assert same(others, after)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any), spare=st.integers(0, 3),
+    layers=st.integers(1, 3), heads=st.integers(1, 3), far=st.booleans(), data=st.data(),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_rows_of_any_pool(
+    lengths: list[int], spare: int, layers: int, heads: int, far: bool, data: st.DataObject
+) -> None:
+    """Sequences with rows in any order, without one and without steps; max states within and beyond the clamp."""
+    x = problem("exp", lengths=tuple(lengths), H=heads, Hq=1, K=16, V=24, dtype=torch.float16)
+    assert x.state is not None
+    size = len(lengths) + spare
+    own = Inputs(*(None if t is None else t.to(DEVICE) for t in (x.q, x.k, x.v, x.i, x.f, *x.state, x.cu_seqlens)))  # type: ignore[arg-type]
+    pages = random_pages(own, size, layers)
+    assert pages.m is not None
+    pages.m.mul_(1e6 if far else 1.0)
+    order = data.draw(st.permutations(range(size)))
+    rows = [order[s] if data.draw(st.booleans()) else -1 for s in range(len(lengths))]
+    layer, written = data.draw(st.integers(0, layers - 1)), [s for s, row in enumerate(rows) if row >= 0]
+    separate, after = page(pages, layer).gather([max(row, 0) for row in rows]), pages.clone()
+    separate.reset([s for s, row in enumerate(rows) if row < 0])
+    options: dict[str, Any] = {"cu_seqlens": own.cu_seqlens, "backend": "triton", "return_state": True}
+    expected, states = attend("exp", own, separate, **options)
+    page(after, layer).scatter([rows[s] for s in written], states.gather(written))
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("read", "write"):
+            patch.setattr(PoolRows, method, lambda *_: pytest.fail("rows are gathered or scattered"))
+        h, _ = attend("exp", own, page(pages, layer), state_indices=torch.tensor(rows, device=DEVICE), **options)
+    assert torch.equal(h, expected)
+    assert same(pages, after)
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
@@ -111,6 +159,11 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller(backend: str) -> Non
     not_packed = x._replace(cu_seqlens=None)
     for C in (x.C.half(), wide[..., :64], wide[:0, ..., :64], x.C[:1].expand(2, -1, -1, -1)):
         assert chosen.forward_by_rows(x._replace(C=C), rows, spec) is None
+    assert x.n is not None
+    assert x.m is not None
+    n_apart, m_apart = (t.mT.contiguous().mT for t in (x.n, x.m))
+    for n, m in ((x.n.half(), x.m), (x.n, x.m.double()), (n_apart, x.m), (x.n, m_apart)):
+        assert chosen.forward_by_rows(x._replace(n=n, m=m), rows, spec) is None
     assert chosen.forward_by_rows(not_packed, rows, spec) is None
     if backend == "hopper":  # the kernels pad these heads
         x, spec = setting("exp", (56, 64), WHOLE, lengths=(3, 7))
@@ -186,7 +239,7 @@ def test_a_batch_takes_the_rows(
     backend: str, form: str, dims: tuple[int, int], B: int, T: int, chunk_size: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Calls on a batch have the results of separate states, with their bits on a CPU; no C is gathered or scattered."""
+    """Calls on a batch have the results of separate states, with their bits on a CPU; none is gathered or scattered."""
     x, pool = batch(form, dims, B, T)
     options: dict[str, Any] = {"backend": backend, "chunk_size": chunk_size}
     rows = torch.tensor(ROWS[:B], device=DEVICE)
@@ -198,7 +251,7 @@ def test_a_batch_takes_the_rows(
     before, after = pool.clone(), pool.clone()
     after.scatter(rows[written], states.gather(written))
     for method in ("read", "write"):
-        monkeypatch.setattr(PoolRows, method, without_matrices(getattr(PoolRows, method)))
+        monkeypatch.setattr(PoolRows, method, lambda *_: pytest.fail("rows are gathered or scattered"))
     monkeypatch.setattr("tfla.ops.checks.check_values_of_indices", lambda *_: None)
     read = attend(form, x, pool, state_indices=rows, **options)
     assert same(pool, before)
@@ -209,16 +262,6 @@ def test_a_batch_takes_the_rows(
         assert own.shape == expected_h.shape
         assert torch.equal(own[~lacking], expected_h[~lacking])
         assert own[lacking].isnan().all()
-
-
-def without_matrices(method: Any) -> Any:
-    """Return a method of `PoolRows` that fails for C."""
-
-    def call(rows: PoolRows, t: Tensor, *more: Tensor) -> Any:
-        assert t.dim() < 4, "C is gathered or scattered"
-        return method(rows, t, *more)
-
-    return call
 
 
 def same(a: tfla.State, b: tfla.State) -> bool:

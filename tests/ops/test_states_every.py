@@ -227,7 +227,7 @@ def test_kernels_of_triton(call: Callable[..., Any]) -> None:
 def test_kernels_of_triton_read_and_overwrite_the_rows(
     call: Callable[..., Any], packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of separate states, without a copy of C: a row, no row, one that the pool lacks, and short sequences."""
+    """The bits of separate states, without a copy: a row, no row, one that the pool lacks, and short sequences."""
     lengths, rows = ([70, 0, 5, 40, 37], [2, 0, 4, -1, 9]) if packed else ([70], [2])
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     x = problem(1, sum(lengths), torch.float32)
@@ -243,7 +243,7 @@ def test_kernels_of_triton_read_and_overwrite_the_rows(
     written = [s for s, row in enumerate(rows) if 0 <= row < 6]
     after.scatter([rows[s] for s in written], last.gather(written))
     for method in ("read", "write"):
-        monkeypatch.setattr(PoolRows, method, without_matrices(getattr(PoolRows, method)))
+        monkeypatch.setattr(PoolRows, method, refused)
     monkeypatch.setattr("tfla.ops.checks.check_values_of_indices", lambda *_: None)
     h, found, states = call(x, initial_state=pool, state_indices=torch.tensor(rows), **options)
     assert found is pool
@@ -284,7 +284,7 @@ def test_parts_in_segments_go_from_row_to_row(monkeypatch: pytest.MonkeyPatch) -
     options: dict[str, Any] = {"backend": "triton", "kernel": "segmented", "chunk_size": 64, "states_every": 140}
     expected_h, last, expected = delta_rule(x, initial_state=pool.gather([2]), return_state=True, **options)
     for method in ("read", "write"):
-        monkeypatch.setattr(PoolRows, method, without_matrices(getattr(PoolRows, method)))
+        monkeypatch.setattr(PoolRows, method, refused)
     h, _, states = delta_rule(x, initial_state=pool, state_indices=torch.tensor([2]), return_state=True, **options)
     check(h, expected_h)
     check(states.C, expected.C)
@@ -311,14 +311,8 @@ def test_parts_that_no_kernel_reads_by_rows_are_gathered(monkeypatch: pytest.Mon
     check(pool.m[1:2], last.m)
 
 
-def without_matrices(method: Any) -> Any:
-    """Return a method of `PoolRows` that fails for C."""
-
-    def run(rows: PoolRows, t: Tensor, *more: Tensor) -> Any:
-        assert t.dim() < 4, "C is gathered or scattered"
-        return method(rows, t, *more)
-
-    return run
+def refused(*_: object) -> None:
+    raise AssertionError("rows are gathered or scattered")
 
 
 @each_call

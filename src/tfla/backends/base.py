@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,8 +98,13 @@ class Spec(NamedTuple):
     gates: Gates = "log"  # what the gates are: pre-activations of mLSTMexp or mLSTMsig, or log-gates; not clamped yet
 
 
-# The pool that gets the final C where it is not the one of the initial C, and its rows, (N,) int.
-FinalRows: TypeAlias = tuple[Tensor, Tensor] | None
+class FinalRows(NamedTuple):
+    """The pool that gets the final states where it is not the one of the initial states, and its rows."""
+
+    C: Tensor  # (rows of the pool, H, dqk, dhv)
+    rows: Tensor  # (N,) int
+    n: Tensor | None = None  # (rows of the pool, H, dqk)
+    m: Tensor | None = None  # (rows of the pool, H)
 
 
 class Outputs(NamedTuple):
@@ -284,19 +289,19 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Compute h, and what the options ask for."""
 
-    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
-        """Compute h of sequences whose C are rows of a pool, which kernels read and overwrite, without gradients.
+    def forward_by_rows(
+        self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows | None = None
+    ) -> Tensor | None:
+        """Compute h of sequences whose states are rows of a pool, which kernels read and overwrite, without gradients.
 
         Args:
-            x: the inputs of packed sequences; x.C is the pool, (rows of the pool, H, dqk, dhv), while x.n and x.m have
-                N entries.
-            rows: (N,) int32 or int64, the row of each sequence; -1 stands for a C of zeros that is not stored.
+            x: the inputs of packed sequences; x.C, x.n and x.m are the pool, (rows of the pool, H, ...).
+            rows: (N,) int32 or int64, the row of each sequence; -1 stands for a state of zeros that is not stored.
             spec: the options. With `final_state` the rows are overwritten.
             final_rows: the pool whose rows are overwritten instead, and the rows; None: those that are read.
 
         Returns:
-            h, and with `final_state` n and m of the N sequences. None if the backend does not support the call; nothing
-            is written then, and the caller gathers the rows.
+            h. None if the backend does not support the call; nothing is written then, and the caller gathers the rows.
         """
         return None
 

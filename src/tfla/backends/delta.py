@@ -190,7 +190,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         """Compute h, and what the options ask for."""
 
     def forward_by_rows(
-        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows = None
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows | None = None
     ) -> Tensor | None:
         """Compute h where the states are rows of a pool, which is read and overwritten in place, without gradients.
 

@@ -6,15 +6,11 @@ from torch import Tensor
 
 from tfla.ops.autocast import without_autocast
 from tfla.ops.dispatch import Request, plan
-from tfla.ops.gates import clamp
-from tfla.ops.state_pool import OtherRows, as_packed, rows_that_exist, state_of_plan
+from tfla.ops.state_pool import OtherRows, as_packed, state_of_plan
 
 
 def attend_rows(request: Request, own: OtherRows) -> Tensor | None:
-    """Return h of a call whose kernels read and overwrite C of its states in the pool, or None if no kernel does.
-
-    The rows of n and m are gathered before the kernels and scattered after them. Kernels do not overwrite n in the
-    pool: all programs of a head read it, and one of them could write it before another one has read it.
+    """Return h of a call whose kernels read and overwrite its states in the pool, or None if no kernel does.
 
     Args:
         request: the arguments of the call; its state is the pool.
@@ -39,16 +35,7 @@ def attend_rows(request: Request, own: OtherRows) -> Tensor | None:
         return None
     if given.cu_seqlens is None and not found.backend.has_segments(given, spec):
         spec = spec._replace(chunk_size=x.v.shape[1])  # no sequence is longer than the chunk that all of them fit into
-    rows = rows_that_exist(indices, pool)  # kernels make h NaN where the pool lacks the row
-    n, m = (None if t is None else rows.read(t).float() for t in (pool.n, pool.m))
     with without_autocast(x.q.device.type):
-        x = x._replace(C=pool.C, n=n, m=None if m is None else clamp(m))
-        out = found.backend.forward_by_rows(x, indices, spec, own.final_rows(pool))
-    if out is None:
-        return None
-    if request.return_state and own.pool.n is not None and own.pool.m is not None:
-        final = rows if own.final is indices else rows_that_exist(own.final, own.pool)
-        final.write(own.pool.n, out.n)
-        final.write(own.pool.m, out.m)
-    h: Tensor = out.h.view(given.v.shape)
-    return h
+        x = x._replace(C=pool.C, n=pool.n, m=pool.m)
+        h = found.backend.forward_by_rows(x, indices, spec, own.final_rows(pool))
+    return None if h is None else h.view(given.v.shape)

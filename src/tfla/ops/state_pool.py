@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import DeltaInputs, Inputs
+from tfla.backends.base import FinalRows
 from tfla.ops import checks
 from tfla.ops.checked_values import checked_indices
 from tfla.ops.state import State
@@ -68,11 +69,11 @@ class OtherRows(NamedTuple):
     pool: State
     final: Tensor
 
-    def final_rows(self, initial: State) -> tuple[Tensor, Tensor] | None:
-        """Return C of the pool that gets the final states and its rows, or None where they are those of the initial."""
-        return (
-            None if self.pool.C is initial.C and self.final is self.indices else (self.pool.C, self.final.contiguous())
-        )
+    def final_rows(self, initial: State) -> FinalRows | None:
+        """Return the pool that gets the final states and its rows, or None where they are those of the initial ones."""
+        if self.pool.C is initial.C and self.final is self.indices:
+            return None
+        return FinalRows(self.pool.C, self.final.contiguous(), self.pool.n, self.pool.m)
 
 
 class NotInKernels(Exception):

@@ -58,9 +58,9 @@ class LaunchContext:
     checkpoint_steps: int  # steps between state checkpoints
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
-    rows: Tensor | None = None  # (N,) int: the states of packed sequences are these rows of x.C, a pool; -1: none
+    rows: Tensor | None = None  # (N,) int: the states of packed sequences are these rows of a pool; -1: none
     # With rows, the pool that gets the final states and its rows (N,), where these are others than the initial ones.
-    final_rows: FinalRows = None
+    final_rows: FinalRows | None = None
     # With context parallelism, see `exchanging`:
     exchange: Exchange | None = None  # of states with other processes
     exchanged: list[Tensor] = field(default_factory=list)  # the results of the exchange in a forward
@@ -106,7 +106,7 @@ class LaunchContext:
     @property
     def final_pool(self) -> Tensor | None:
         """The pool that gets the final C, with rows."""
-        return self.x.C if self.final_rows is None else self.final_rows[0]
+        return self.x.C if self.final_rows is None else self.final_rows.C
 
     @property
     def tiles(self) -> int:

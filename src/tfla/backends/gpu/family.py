@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla.backends.base import Exchange, FinalRows, Grads, Inputs, Outputs, Replay, Spec, Starts, static
+from tfla.backends.gpu import normalizer_rows
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 
@@ -33,23 +33,34 @@ class KernelFamily:
         """Return the context of a call whose first given tensors are the inputs."""
         return self.context(recorder, Inputs(*recorder.given[:9]), spec)  # type: ignore[arg-type]
 
-    def run_forward(self, x: Inputs, spec: Spec, rows: Tensor | None = None, final_rows: FinalRows = None) -> Outputs:
-        """Record or replay the launches of the forward; with `rows`, x.C is a pool that has these rows.
-
-        `final_rows` are the pool that gets the final C and its rows, or None where these are the same.
-        """
-        given: Sequence[Tensor | None] = x if rows is None else (*x, rows, *(final_rows or ()))
-        signature = self._call_signature("forward", x, spec, *given[9:])
+    def run_forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Record or replay the launches of the forward."""
+        signature = self._call_signature("forward", x, spec)
         recorded = recorded_launches(signature)
         if recorded is not None:
-            return Outputs(*recorded(given))
-        with recording(signature, given) as recorder:
-            ctx = self._context(recorder, spec)
-            if rows is not None:
-                final: Any = recorder.given[10:]
-                ctx = replace(ctx, rows=recorder.given[9], final_rows=final or None)
-            out = recorder.results = self.forward(ctx)
+            return Outputs(*recorded(x))
+        with recording(signature, x) as recorder:
+            out = recorder.results = self.forward(self._context(recorder, spec))
         return out
+
+    def run_forward_by_rows(self, x: Inputs, spec: Spec, rows: Tensor, final_rows: FinalRows | None) -> Tensor:
+        """Return h of a forward whose states are rows of a pool, the states of x; record or replay its launches.
+
+        `final_rows` are the pool that gets the final states and its rows, or None where these are the same.
+        """
+        given: Sequence[Tensor | None] = (*x, rows, *(final_rows or ()))
+        signature = self._call_signature("forward by rows", x, spec, *given[9:])
+        recorded = recorded_launches(signature)
+        if recorded is not None:
+            return recorded(given)[0]
+        with recording(signature, given) as recorder:
+            own, *final = recorder.given[9:]
+            other = FinalRows(*final) if final else None  # type: ignore[arg-type]
+            ctx = replace(self._context(recorder, spec), rows=own, final_rows=other)
+            out = self.forward(ctx)
+            normalizer_rows.launch_store(ctx, out)
+            recorder.results = [out.h]
+        return out.h
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return the recorded launches of an earlier `run_forward` with this signature, or None.

@@ -9,25 +9,29 @@ from tfla.backends.base import FinalRows, Inputs
 from tfla.backends.delta import DeltaInputs
 
 
-def can_be_indexed(x: Inputs | DeltaInputs, rows: Tensor, final_rows: FinalRows) -> bool:
+def can_be_indexed(x: Inputs | DeltaInputs, rows: Tensor, final_rows: FinalRows | None) -> bool:
     """Return whether a call has steps, and kernels can address its states by one index each, counted in states.
 
     Args:
-        x: the inputs of the call, whose C is a pool.
+        x: the inputs of the call, whose states are a pool.
         rows: (sequences,), the rows that the call uses.
         final_rows: another pool that the call writes to, and its rows, or None.
     """
     if x.C is None or not x.v.numel():
         return False
-    return all(_has_index(*pool) for pool in ((x.C, rows), final_rows) if pool is not None)
+    initial = FinalRows(x.C, rows, x.n, x.m) if isinstance(x, Inputs) else FinalRows(x.C, rows)
+    return all(_has_index(pool) for pool in (initial, final_rows) if pool is not None)
 
 
-def _has_index(pool: Tensor, rows: Tensor) -> bool:
+def _has_index(pool: FinalRows) -> bool:
     """Return whether one index addresses each of the states of a pool, and there are rows.
 
-    Each state has to be contiguous and in float32, and the distance from one state to the next a multiple of its size.
+    Each C, n and m has to be contiguous and in float32, and the distance from one C to the next a multiple of its size.
     """
-    if pool.dtype != torch.float32 or not (len(rows) and pool.numel() and pool[0].is_contiguous()):
+    if not (len(pool.rows) and pool.C.numel()):
         return False
-    distance = pool.stride(0)
-    return distance > 0 and distance % pool[0].numel() == 0  # at distance 0 all rows would share one state
+    parts = [t for t in (pool.C, pool.n, pool.m) if t is not None]
+    if any(t.dtype != torch.float32 or not t[0].is_contiguous() for t in parts):
+        return False
+    distance = pool.C.stride(0)
+    return distance > 0 and distance % pool.C[0].numel() == 0  # at distance 0 all rows would share one state

@@ -6,7 +6,8 @@ before it. Sequences then neither leave the tensors nor overlap, and the steps o
 the first offset and those from the last one on.
 
 Where the states of the sequences are rows of a pool, two lists follow the bounded offsets, the rows of the initial and
-those of the final states: kernels that read the offsets then find their states without a further argument.
+those of the final states: kernels that read the offsets then find their states without a further argument. The same
+kernel copies the rows of n and m, see :mod:`.normalizer_rows`.
 """
 
 import dataclasses
@@ -16,11 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfla.backends.base import Inputs
 from tfla.backends.gpu.config import processors
 from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.gpu.normalizer_rows import copy_normalizers
 
 MAX_TENSORS = 5  # tensors that one launch clears
 STEPS_PER_PROGRAM = 128
+BLOCK = 1024  # elements that a program writes at once
 
 
 @triton.jit
@@ -49,11 +53,11 @@ def _store_places(places, rows, size, is_row, PITCH: tl.constexpr):
     tl.store(places, place.to(places.dtype.element_ty), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["entries", "T", "w0", "w1", "w2", "w3", "w4"])
+@triton.jit(do_not_specialize=["entries", "T", "w0", "w1", "w2", "w3", "w4", "H", "n_pitch", "m_pitch"])
 def bound_sequences(
-    cu, bounds, x0, x1, x2, x3, x4, entries, T, w0, w1, w2, w3, w4,
+    cu, bounds, x0, x1, x2, x3, x4, n, m, n_copy, m_copy, entries, T, w0, w1, w2, w3, w4, H, n_pitch, m_pitch,
     TENSORS: tl.constexpr, BOUND: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, ROW_PITCH: tl.constexpr,
-    FINAL_PITCH: tl.constexpr,
+    FINAL_PITCH: tl.constexpr, DK: tl.constexpr,
 ):  # fmt: skip
     """Write the bounded offsets of cu (entries,) to `bounds` and clear steps of no sequence in x0 to x4.
 
@@ -61,7 +65,8 @@ def bound_sequences(
 
     With ROW_PITCH, x4 (entries - 1,) has the rows of a pool of w4 rows, which are ROW_PITCH rows apart in memory. After
     the offsets `bounds` gets ROW_PITCH times each row, -1 for row -1, and -2 for a row that the pool does not have; and
-    after these the same of the rows of final states, from x3, w3 and FINAL_PITCH.
+    after these the same of the rows of final states, from x3, w3 and FINAL_PITCH. With DK, n and m of the rows are
+    copied from the pool, which has H heads, see `copy_normalizers`.
     """
     first = tl.minimum(tl.maximum(tl.load(cu).to(tl.int64), 0), T)
     last = first
@@ -87,10 +92,14 @@ def bound_sequences(
         _clear(x3, w3, first, last, T, BLOCK)
     if TENSORS > 4:
         _clear(x4, w4, first, last, T, BLOCK)
+    if DK > 0:
+        copy_normalizers(n, m, x4, w4, n_copy, m_copy, entries - 1, H, n_pitch, m_pitch, DK, BLOCK)
 
 
 def bound(ctx: LaunchContext, *results: Tensor) -> LaunchContext:
     """Return the context with bounded offsets of packed sequences, and clear steps of no sequence in the results.
+
+    Where the context has rows of a pool, that which is returned has copies of n and m of these rows.
 
     Args:
         ctx: The context of a call, with the offsets as given.
@@ -98,29 +107,35 @@ def bound(ctx: LaunchContext, *results: Tensor) -> LaunchContext:
     """
     if not ctx.packed:
         return ctx
-    entries = ctx.x.sequences + 1
+    x, entries = ctx.x, ctx.x.sequences + 1
     bounds = ctx.new(entries if ctx.rows is None else 3 * entries - 2, dtype=ctx.cu_seqlens.dtype)
-    _launch(ctx, bounds, results)
-    return dataclasses.replace(ctx, cu_seqlens=bounds)
+    if ctx.rows is not None and x.n is not None:
+        x = x._replace(n=ctx.new(x.sequences, ctx.H, ctx.K), m=ctx.new(x.sequences, ctx.H))
+    _launch(ctx, bounds, results, x)
+    return dataclasses.replace(ctx, cu_seqlens=bounds, x=x)
 
 
 def clear(ctx: LaunchContext, *results: Tensor) -> None:
     """Clear steps of no sequence in further results, (1, T, ...), after `bound`."""
     if ctx.packed:
-        _launch(ctx, None, results)
+        _launch(ctx, None, results, ctx.x)
 
 
-def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ...]) -> None:
-    """Launch `bound_sequences`, without `bounds` only to clear."""
-    cu, unused = ctx.cu_seqlens, MAX_TENSORS - len(results)
+def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ...], x: Inputs) -> None:
+    """Launch `bound_sequences`, without `bounds` only to clear; n and m of x are copied to, unless x is that of ctx."""
+    cu, unused, programs = ctx.cu_seqlens, MAX_TENSORS - len(results), ctx.T // STEPS_PER_PROGRAM
     tensors, widths = [*results, *[cu] * unused], [*(math.prod(t.shape[2:]) for t in results), *[0] * unused]
     pitches = [0, 0]
     if bounds is not None and ctx.rows is not None and ctx.x.C is not None:
-        pools = (ctx.final_rows or (ctx.x.C, ctx.rows)), (ctx.x.C, ctx.rows)
+        pools = (ctx.final_rows or (ctx.x.C, ctx.rows))[:2], (ctx.x.C, ctx.rows)
         pitches = [pool.stride(0) // pool[0].numel() for pool, _ in pools]
         tensors[-2:], widths[-2:] = [rows for _, rows in pools], [pool.shape[0] for pool, _ in pools]
-    programs = max(1, min(processors(cu.device), ctx.T // STEPS_PER_PROGRAM))
-    ctx.launch(bound_sequences, (programs,),
-        cu, cu if bounds is None else bounds, *tensors, ctx.x.sequences + 1, ctx.T, *widths, TENSORS=len(results),
-        BOUND=bounds is not None, ENTRIES=512, BLOCK=1024, ROW_PITCH=pitches[1], FINAL_PITCH=pitches[0], num_warps=4,
+    normalizers = [t for t in (ctx.x.n, ctx.x.m, x.n, x.m) if t is not None and x is not ctx.x]
+    if normalizers:
+        programs = max(programs, normalizers[2].numel() // BLOCK)
+    strides = [t.stride(0) for t in normalizers[:2]] or [0, 0]
+    ctx.launch(bound_sequences, (max(1, min(processors(cu.device), programs)),),
+        cu, cu if bounds is None else bounds, *tensors, *(normalizers or [cu] * 4), ctx.x.sequences + 1, ctx.T,
+        *widths, ctx.H, *strides, TENSORS=len(results), BOUND=bounds is not None, ENTRIES=512, BLOCK=BLOCK,
+        ROW_PITCH=pitches[1], FINAL_PITCH=pitches[0], DK=ctx.K if normalizers else 0, num_warps=4,
     )  # fmt: skip

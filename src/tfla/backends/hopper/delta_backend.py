@@ -143,7 +143,7 @@ class HopperDelta(TritonDelta):
         return self.run_forward(_for_descriptors(x), spec, forward_kernels())
 
     def forward_by_rows(
-        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows = None
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows | None = None
     ) -> Tensor | None:
         """Compute h, and read and overwrite rows of the pool x.C inside the scans; None where these cannot."""
         return self.run_forward_by_rows(_for_descriptors(x), rows, spec, forward_kernels(), final_rows)

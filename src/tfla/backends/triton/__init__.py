@@ -159,11 +159,13 @@ class Triton(Backend):
         """Compute the forward with the kernels that `spec.kernel` names."""
         return _family(spec.kernel).run_forward(x, spec)
 
-    def forward_by_rows(self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows = None) -> Outputs | None:
-        """Compute the forward by the fused kernels, which read and overwrite rows of the pool x.C, or return None."""
+    def forward_by_rows(
+        self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows | None = None
+    ) -> Tensor | None:
+        """Compute h by the fused kernels, which read and overwrite rows of the pool, or return None."""
         if x.cu_seqlens is None or not pool_rows.can_be_indexed(x, rows, final_rows):
             return None
-        return _family(spec.kernel).run_forward(x, spec, rows.contiguous(), final_rows)
+        return _family(spec.kernel).run_forward_by_rows(x, spec, rows.contiguous(), final_rows)
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tfla.backends.base import StepInputs, StepOutputs, StepSpec, static
+from tfla.backends.gpu.normalizer_rows import store_normalizers
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.triton import decode_kernels
 
@@ -114,7 +115,7 @@ def launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor
         recorder.launch(decode_kernels.one_step, grid, *tensors, *numbers, *strides, *of_state, **constants)
     if indices is not None and new_n is not h:
         recorder.launch(
-            decode_kernels.store_normalizers, (B * H,), new_n, new_m, indices, n, m, H, C.shape[0], some_n.stride(0),
+            store_normalizers, (B * H,), new_n, new_m, indices, n, m, H, C.shape[0], some_n.stride(0),
             some_m.stride(0), DK=K, BK=power_of_two(K), num_warps=1,
         )  # fmt: skip
     return out

@@ -4,7 +4,8 @@ A program computes some columns of the state of one head, all rows, a block of r
 are the equations of arXiv 2503.14376. Gates are read as the caller gives them; every program computes them, since there
 is one number for each head and step. All programs of a head need m and n; each computes the same values, and the first
 one stores them. States may be rows of a pool, which are read and written by index; there n and m are stored beside the
-pool, since other programs of the head may still read them, and `store_normalizers` puts them in afterwards.
+pool, since other programs of the head may still read them, and `store_normalizers` of
+:mod:`tfla.backends.gpu.normalizer_rows` puts them in afterwards.
 """
 
 import triton
@@ -217,18 +218,3 @@ def several_steps(
         if STORE_FINAL_STATE and part == 0:
             tl.store(M_out + row, m_last)
     tl.store(out, num.to(Out.dtype.element_ty), in_t[:, None] & in_v[None, :])
-
-
-@triton.jit(do_not_specialize=["H", "ROWS"])
-def store_normalizers(
-    N_new, M_new, indices, N, M, H, ROWS, nb, mb, DK: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
-    """Store N_new, (B, H, DK), and M_new, (B, H), in the rows indices[b] of N and M; the grid is (B * H)."""
-    row = tl.program_id(0).to(tl.int64)
-    h = row % H
-    state = tl.load(indices + row // H).to(tl.int64)
-    rk = tl.arange(0, BK)
-    stored = (rk < DK) & (state >= 0) & (state < ROWS)
-    tl.store(N + state * nb + h * DK + rk, tl.load(N_new + row * DK + rk, stored, 0.0), stored)
-    if (state >= 0) & (state < ROWS):
-        tl.store(M + state * mb + h, tl.load(M_new + row))

@@ -117,7 +117,7 @@ class DeltaContext:
 
 def launch_context(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, rows: Tensor | None = None,
-    final_rows: FinalRows = None,
+    final_rows: FinalRows | None = None,
 ) -> tuple[LaunchContext, Tensor]:  # fmt: skip
     """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H).
 
@@ -406,7 +406,7 @@ def gate_gradient(
 
 def launch_forward(
     recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS,
-    rows: Tensor | None = None, final_rows: FinalRows = None,
+    rows: Tensor | None = None, final_rows: FinalRows | None = None,
 ) -> DeltaOutputs:  # fmt: skip
     """Launch the forward by the kernels that take the call."""
     base, beta = launch_context(recorder, x, spec, rows, final_rows)
@@ -438,7 +438,7 @@ def call_signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: 
 
 def run_forward(
     x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS, rows: Tensor | None = None,
-    final_rows: FinalRows = None,
+    final_rows: FinalRows | None = None,
 ) -> DeltaOutputs:  # fmt: skip
     """Record or replay the launches of the forward; with `rows`, x.C is the pool that has these rows.
 
@@ -452,8 +452,8 @@ def run_forward(
     with recording(signature, given) as recorder:
         inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
         own, *final = recorder.given[len(x) :] or (None,)
-        pool_and_rows: Any = final or None
-        out = recorder.results = launch_forward(recorder, inputs, spec, kernels, own, pool_and_rows)
+        other: Any = FinalRows(*final) if final else None  # type: ignore[arg-type]
+        out = recorder.results = launch_forward(recorder, inputs, spec, kernels, own, other)
     return out
 
 

@@ -136,14 +136,15 @@ class TritonDelta(DeltaBackend):
         return self.run_forward(x, spec, None)
 
     def forward_by_rows(
-        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows = None
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, final_rows: FinalRows | None = None
     ) -> Tensor | None:
         """Compute h, and read and overwrite rows of the pool x.C inside the scans; None where these cannot."""
         return self.run_forward_by_rows(x, rows, spec, None, final_rows)
 
     def run_forward_by_rows(
-        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, kernels: ForwardKernels | None, final_rows: FinalRows
-    ) -> Tensor | None:
+        self, x: DeltaInputs, rows: Tensor, spec: DeltaSpec, kernels: ForwardKernels | None,
+        final_rows: FinalRows | None,
+    ) -> Tensor | None:  # fmt: skip
         """Compute :meth:`forward_by_rows` with other launchers, if they are given."""
         from tfla.backends.triton import delta, delta_segments
 

@@ -309,7 +309,7 @@ class SegmentRows(NamedTuple):
     ends: Tensor | None = None  # (N,) int: the rows of that pool, like `given`
 
     @staticmethod
-    def of(rows: Tensor, segments: int, final_rows: FinalRows) -> SegmentRows:
+    def of(rows: Tensor, segments: int, final_rows: FinalRows | None) -> SegmentRows:
         """Return the rows of segments from those of sequences, (B,)."""
 
         def at_ends(rows: Tensor) -> Tensor:
@@ -317,11 +317,13 @@ class SegmentRows(NamedTuple):
 
         given = at_ends(rows)
         starts = torch.arange(len(given), device=rows.device)
-        return SegmentRows(starts, given, *(() if final_rows is None else (final_rows[0], at_ends(final_rows[1]))))
+        return SegmentRows(starts, given, *(() if final_rows is None else (final_rows.C, at_ends(final_rows.rows))))
 
-    def final_rows(self, pool: Tensor) -> tuple[Tensor, Tensor]:
+    def final_rows(self, pool: Tensor) -> FinalRows:
         """Return the pool that gets the final states and its rows, from the pool that is read."""
-        return (pool, self.given) if self.pool is None or self.ends is None else (self.pool, self.ends)
+        return (
+            FinalRows(pool, self.given) if self.pool is None or self.ends is None else FinalRows(self.pool, self.ends)
+        )
 
 
 def context(
@@ -376,7 +378,7 @@ def forward(
     if rows is None or rows.pool is None or given is None:
         reads = ctx
     else:  # the kernels find the rows that they read where those of final states are for others
-        reads = replace(ctx, base=sequences.bound(replace(base, final_rows=(given, rows.given))))
+        reads = replace(ctx, base=sequences.bound(replace(base, final_rows=FinalRows(given, rows.given))))
     X = kernels.solve(ctx, gates)
     kernels.action(reads, gates, X, given, starts, transitions, segments)
     _launch_pass(reads, transitions, starts, given, segments, reverse=False)
@@ -418,7 +420,7 @@ def backward(
 
 def run_forward(
     x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = FORWARD, rows: Tensor | None = None,
-    final_rows: FinalRows = None,
+    final_rows: FinalRows | None = None,
 ) -> DeltaOutputs:  # fmt: skip
     """Record or replay the launches of a forward with segments of `spec.chunk_size` steps.
 
