@@ -6,6 +6,8 @@ simulator.
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from test_hopper import simulation
 import tfla
 from tfla.backends import BACKENDS
 from tfla.backends.base import FinalRows, Gates, Inputs, Spec
+from tfla.backends.gpu import replay
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.ops.state_pool import PoolRows
 
@@ -39,7 +42,7 @@ WHOLE = DEFERRED_CHUNK_SIZE - 1  # the chunk size with which no sequence is cut 
 
 
 def setting(
-    form: str, dims: tuple[int, int], chunk_size: int, lengths: tuple[int, ...] = LENGTHS
+    form: str, dims: tuple[int, int], chunk_size: int, lengths: tuple[int, ...] = LENGTHS, kernel: str = "fused"
 ) -> tuple[Inputs, Spec]:
     """Return inputs whose sequences have separate initial states, and options without gradients."""
     p = problem(form, lengths=lengths, H=2, Hq=1, K=dims[0], V=dims[1], dtype=torch.float16)
@@ -47,10 +50,15 @@ def setting(
     given = (p.q, p.k, p.v, p.i, p.f, *p.state, p.cu_seqlens)
     x = Inputs(*(None if t is None else t.to(DEVICE) for t in given))  # type: ignore[arg-type]
     spec = Spec(
-        scale=dims[0] ** -0.5, normalize=p.normalize, normalizer_grad=True, chunk_size=chunk_size, kernel="fused",
+        scale=dims[0] ** -0.5, normalize=p.normalize, normalizer_grad=True, chunk_size=chunk_size, kernel=kernel,
         save=False, final_state=True, gates=GATES[form],
     )  # fmt: skip
     return x, spec
+
+
+def implementation(backend: str) -> tuple[str, str]:
+    """Return a backend and its kernel; "tfla" stands for that kernel of Triton."""
+    return ("triton", backend) if backend == "tfla" else (backend, "fused")
 
 
 def with_state(x: Inputs, state: tfla.State) -> Inputs:
@@ -73,6 +81,7 @@ def cases() -> list[Any]:
     """Return cases for all kernels, by backend and head dims; with segments (64), state passing reads the rows."""
     found = [("triton", form, (40, 72), n) for form in GATES for n in (WHOLE, 64)]
     found += [("triton", "exp", (16, 160), WHOLE)]  # two blocks of columns in a program
+    found += [("tfla", form, (40, 72), 64) for form in GATES] + [("tfla", "exp", (72, 72), 256)]
     dims = {(128, 128): "exp", (128, 256): "sigmoid", (256, 128): "exp", (256, 256): "normalized", (64, 64): "exp"}
     found += [("hopper", form, sizes, WHOLE) for sizes, form in dims.items()]
     found += [("hopper", "exp", (512, 128), WHOLE)]  # programs share the rows of a state
@@ -83,8 +92,9 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("backend", "form", "dims", "chunk_size"), cases())
 def test_rows_are_the_states(backend: str, form: str, dims: tuple[int, int], chunk_size: int) -> None:
     """Results equal those of separate states bit by bit: rows in any order, no row, and a row that the pool lacks."""
-    chosen = BACKENDS[backend]
-    x, spec = setting(form, dims, chunk_size)
+    name, kernel = implementation(backend)
+    chosen = BACKENDS[name]
+    x, spec = setting(form, dims, chunk_size, kernel=kernel)
     pages = random_pages(x, 7, 2)
     pool = page(pages, 1)  # rows that are not adjacent in memory
     separate = pool.gather([4, 0, 0, 0, 6])
@@ -147,6 +157,24 @@ def test_rows_of_any_pool(
         h, _ = attend("exp", own, page(pages, layer), state_indices=torch.tensor(rows, device=DEVICE), **options)
     assert torch.equal(h, expected)
     assert same(pages, after)
+
+
+@pytest.mark.parametrize(("kernel", "tuned"), [("fused", []), ("tfla", ["chunk_outputs"])])
+def test_no_kernel_that_overwrites_rows_is_autotuned(
+    kernel: str, tuned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The autotuner runs a kernel several times, each of which would start from the states after the one before."""
+    x, spec = setting("exp", (24, 40), WHOLE if kernel == "fused" else 64, kernel=kernel)
+    found = []
+
+    def autotuned(kernel: Any, *_: Any) -> Any:
+        found.append(kernel.fn.__name__)
+        return defaultdict(lambda: functools.partial(kernel[(1,)], num_warps=4, STAGES=1))
+
+    monkeypatch.setenv(replay.AUTOTUNE, "1")
+    monkeypatch.setattr(replay, "autotuned", autotuned)
+    assert BACKENDS["triton"].forward_by_rows(x, torch.arange(5, device=DEVICE), spec) is not None
+    assert found == tuned
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_hopper)])
@@ -227,6 +255,7 @@ def batches() -> list[Any]:
     """Return batches by backend, form, head dims and chunk size; only with 64, sequences are cut into segments."""
     found = [("triton", form, (40, 72), 4, 70, None) for form in GATES]
     found += [("triton", "exp", (40, 72), 4, 70, 64), ("triton", "exp", (40, 72), 1, 70, 64)]
+    found += [("tfla", "exp", (40, 72), 4, 70, 64), ("tfla", "plain", (40, 72), 4, 70, None)]
     found += [("triton", "sigmoid", (40, 72), 1, 70, None), ("triton", "exp", (40, 72), 4, 1, None)]
     found += [("hopper", "exp", (128, 128), 4, 70, None), ("hopper", "exp", (128, 128), 1, 70, 64)]
     found += [("hopper", "plain", (64, 128), 4, 70, None), ("hopper", "exp", (64, 64), 4, 70, 64)]
@@ -241,7 +270,8 @@ def test_a_batch_takes_the_rows(
 ) -> None:  # fmt: skip
     """Calls on a batch have the results of separate states, with their bits on a CPU; none is gathered or scattered."""
     x, pool = batch(form, dims, B, T)
-    options: dict[str, Any] = {"backend": backend, "chunk_size": chunk_size}
+    name, kernel = implementation(backend)
+    options: dict[str, Any] = {"backend": name, "kernel": kernel, "chunk_size": chunk_size}
     rows = torch.tensor(ROWS[:B], device=DEVICE)
     lacking = rows == 9
     separate = pool.gather([row if 0 <= row < 7 else 0 for row in rows.tolist()])
@@ -268,9 +298,9 @@ def same(a: tfla.State, b: tfla.State) -> bool:
     return all(s is t is None or torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("change", ["batch not outermost", "the same gates for all", "16 bits", "kernel"])
+@pytest.mark.parametrize("change", ["batch not outermost", "the same gates for all", "16 bits"])
 def test_the_rows_of_other_batches_are_gathered(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where packing a batch would be a copy, in a pool of 16 bits, and by kernels that do not read rows."""
+    """Where packing a batch would be a copy, and in a pool of 16 bits."""
     x, pool = batch("exp", (40, 72), 4, 70)
     rows, options = torch.tensor([4, -1, 0, 2], device=DEVICE), {"backend": "triton"}
     if change == "batch not outermost":
@@ -279,8 +309,6 @@ def test_the_rows_of_other_batches_are_gathered(change: str, monkeypatch: pytest
         x = x._replace(log_f=x.log_f[:1].expand(4, -1, -1))
     if change == "16 bits":
         pool = pool._replace(C=pool.C.half())
-    if change == "kernel":
-        options["kernel"] = "tfla"
     separate = pool.gather([4, 0, 0, 2])
     separate.reset([1])
     expected_h, states = attend("exp", x, separate._replace(C=separate.C.float()), return_state=True, **options)

@@ -317,6 +317,10 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
             spec: the options of the forward.
         """
 
+    def cuts_sequences(self, x: Inputs, spec: Spec) -> bool:
+        """Return whether a call makes states inside of its sequences, at distances that `spec.chunk_size` says."""
+        return self.has_segments(x, spec)
+
     def has_segments(self, x: Inputs, spec: Spec) -> bool:
         """Return whether a call makes the states of segments, so that the two functions below take it."""
         return False

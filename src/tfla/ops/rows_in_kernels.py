@@ -33,7 +33,7 @@ def attend_rows(request: Request, own: OtherRows) -> Tensor | None:
     x = as_packed(given)
     if x is None:
         return None
-    if given.cu_seqlens is None and not found.backend.has_segments(given, spec):
+    if given.cu_seqlens is None and not found.backend.cuts_sequences(given, spec):
         spec = spec._replace(chunk_size=x.v.shape[1])  # no sequence is longer than the chunk that all of them fit into
     with without_autocast(x.q.device.type):
         x = x._replace(C=pool.C, n=pool.n, m=pool.m)

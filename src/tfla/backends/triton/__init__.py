@@ -70,7 +70,7 @@ class Triton(Backend):
     kernels = ("fused", "tfla")
     takes_gates = True
     exchanges = True
-    row_kernels = ("fused",)
+    row_kernels = ("fused", "tfla")
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
@@ -162,7 +162,7 @@ class Triton(Backend):
     def forward_by_rows(
         self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows | None = None
     ) -> Tensor | None:
-        """Compute h by the fused kernels, which read and overwrite rows of the pool, or return None."""
+        """Compute h and read and overwrite rows of the pool, or return None."""
         if x.cu_seqlens is None or not pool_rows.can_be_indexed(x, rows, final_rows):
             return None
         return _family(spec.kernel).run_forward_by_rows(x, spec, rows.contiguous(), final_rows)
@@ -174,6 +174,10 @@ class Triton(Backend):
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """Compute the gradients with the kernels that `spec.kernel` names."""
         return _family(spec.kernel).run_backward(x, out, dh, dC, dn, spec)
+
+    def cuts_sequences(self, x: Inputs, spec: Spec) -> bool:
+        """Return whether sequences are cut into segments, or into the chunks of the paper."""
+        return spec.kernel == "tfla" or self.has_segments(x, spec)
 
     def has_segments(self, x: Inputs, spec: Spec) -> bool:
         """Return whether the fused scans cut sequences into segments."""

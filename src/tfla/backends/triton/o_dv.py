@@ -176,8 +176,7 @@ def launch(
         USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, EXACT=ctx.exact,
         NEGATIVE=ctx.spec.scale < 0, PRECISION=ctx.precision,
         TMA=ctx.config.descriptors and describable(x, y, z, written), STAGES=tiles.stages, SKIP_LAST=skip_last,
-        INDEXED=ctx.indexed,
-        num_warps=tiles.num_warps, tunable=True,
+        INDEXED=ctx.indexed, num_warps=tiles.num_warps, tunable=not ctx.indexed,
     )  # fmt: skip
 
 

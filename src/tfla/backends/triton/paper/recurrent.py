@@ -25,7 +25,7 @@ def chunk_states(
     sequences, T, tiles_of_head, H, GROUP, steps, xb, xt, xh, yb, yt, yh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, REVERSE: tl.constexpr,
     NORMALIZE: tl.constexpr, DELTA: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
-    STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Compute BK x BV of the states of one head of one sequence, chunk after chunk.
 
@@ -36,9 +36,12 @@ def chunk_states(
         X: x, (B, T, H / GROUP, DK).
         Y: y, (B, T, H, DV).
         gates: the gate vectors, (H, tiles, VECTORS, L) float32.
-        C_given, n_given: the initial states, (sequences, H, DK, DV) and (sequences, H, DK) float32.
+        cu: the offsets of packed sequences, (sequences + 1). With INDEXED the indices of the rows of initial and of
+            final states in their pools follow them, see `bound_sequences`.
+        C_given, n_given: the initial states, (sequences, H, DK, DV) and (sequences, H, DK) float32. With INDEXED
+            C_given is a pool.
         C_chunks, n_chunks: the results, (chunks, H, DK, DV) and (chunks, H, DK).
-        C_final, n_final: the final states, of the shapes of C_given and n_given.
+        C_final, n_final: the final states, of the shapes of C_given and n_given. With INDEXED C_final is a pool.
         steps: the number of steps of a chunk.
     """
     PARTS: tl.constexpr = (DV + BV - 1) // BV
@@ -65,7 +68,12 @@ def chunk_states(
     C = tl.zeros([BK, BV], tl.float32)
     N = tl.zeros([L, BK], tl.float32)
     if USE_INITIAL_STATE:
-        C = tl.load(C_given + state.to(tl.int64) * DK * DV + at, mask=inside, other=0.0)
+        if INDEXED:
+            place = tl.load(cu + sequences + 1 + s).to(tl.int64)
+            C = tl.load(C_given + (place * H + h) * DK * DV + at, mask=inside & (place >= 0), other=0.0)
+            C = tl.where(place < -1, float("nan"), C)  # -2 stands for a row that the pool lacks
+        else:
+            C = tl.load(C_given + state.to(tl.int64) * DK * DV + at, mask=inside, other=0.0)
         if NORMALIZE:
             n = tl.load(n_given + state.to(tl.int64) * DK + rk, mask=rk < DK, other=0.0)
             N = tl.where(r[:, None] == 0, n[None, :], 0.0)
@@ -95,7 +103,15 @@ def chunk_states(
                 if DELTA or not REVERSE:
                     N += x * w[:, None]
     if STORE_FINAL_STATE:
-        tl.store(C_final + state.to(tl.int64) * DK * DV + at, C, mask=inside)
+        if INDEXED:  # the places of final states follow those of the initial ones
+            place = tl.load(cu + 2 * sequences + 1 + s).to(tl.int64)
+            rk = k0 + tl.arange(0, BK)  # computed again, so that the loop needs no registers for the addresses
+            rv = v0 + tl.arange(0, BV)
+            if place >= 0:
+                at = (place * H + h) * DK * DV + rk[:, None] * DV + rv[None, :]
+                tl.store(C_final + at, C, mask=(rk < DK)[:, None] & (rv < DV)[None, :])
+        else:
+            tl.store(C_final + state.to(tl.int64) * DK * DV + at, C, mask=inside)
         if NORMALIZE:
             tl.store(n_final + state.to(tl.int64) * DK + rk, tl.sum(N, 0), mask=owner)
 
@@ -129,6 +145,7 @@ def launch(
         ctx.T, ctx.tiles, ctx.H, ctx.group, ctx.segment_steps, *time_strides(x), *time_strides(y),
         DK=ctx.K, DV=ctx.V, BK=BK, BV=BV, L=ctx.L, REVERSE=reverse, NORMALIZE=normalize, DELTA=delta,
         IS_VARLEN=ctx.packed, USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
-        PRECISION=ctx.precision, STAGES=sizes.stages, num_warps=sizes.num_warps, tunable=True,
+        PRECISION=ctx.precision, STAGES=sizes.stages, INDEXED=ctx.rows is not None, num_warps=sizes.num_warps,
+        tunable=ctx.rows is None,
     )  # fmt: skip
     return C, n

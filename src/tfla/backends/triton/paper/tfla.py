@@ -32,11 +32,12 @@ def context(recorder: LaunchRecorder, x: Inputs, spec: Spec) -> LaunchContext:
 
 def forward(ctx: LaunchContext) -> Outputs:
     """Launch the forward."""
-    x, h = ctx.x, results.new_h(ctx)
+    h = results.new_h(ctx)
     ctx = sequences.bound(ctx, h)
+    x = ctx.x
     out = results.new_outputs(ctx, h)
     gates = gate_kernels.launch(ctx, m_final=out.m)  # (G1) to (G5)
-    initial = results.pad_state(ctx, x.C, x.n)
+    initial = results.initial_states(ctx)
     # C and n at the starts of chunks, one chunk after the other; then h and d, all chunks in parallel.
     starts = recurrent.launch(ctx, gates, x.k, x.v, reverse=False, initial=initial, final=(out.C, out.n))
     parallel.launch_output(ctx, gates, x.q, x.k, x.v, out.h, reverse=False, states=starts, d=out.d)
