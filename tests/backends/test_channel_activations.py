@@ -17,6 +17,7 @@ from test_hopper_delta import BACKEND, DEVICE
 from torch import Tensor
 
 import tfla
+from tfla._util import caching
 from tfla.backends.delta import DeltaInputs
 from tfla.ops import fused_activations
 from tfla.ops.delta_activations import log_gate, normalized
@@ -143,6 +144,7 @@ def test_gradients(sizes: dict[str, Any]) -> None:
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a sigmoid": ({}, {"gate_activation": "sigmoid", "lower_bound": -5.0}),
+    "a sigmoid, gates beyond dqk": ({"K": 96}, {"gate_activation": "sigmoid", "lower_bound": -8.0}),
     "a sigmoid, levels": ({"closed": 0.2}, {"gate_activation": "sigmoid", "lower_bound": -40.0}),
     "a bias of heads": ({"bias": "heads", "H": 2}, {}),
     "no bias": ({"bias": False}, {}),
@@ -168,6 +170,29 @@ def test_gates_in_float32() -> None:
     p = dataclasses.replace(p, x=p.x._replace(log_f=p.x.log_f.float()))
     check(p)
     check_gradients(p)
+
+
+def test_slices_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of A_log and dt_bias sum over two batch rows, each in halves of two tiles and of one."""
+    batch_slices = pytest.importorskip("tfla.backends.gpu.batch_slices")
+    time_parts = pytest.importorskip("tfla.backends.gpu.time_parts")
+    channel_rule = pytest.importorskip("tfla.backends.triton.channel_rule")
+    new_sums, tiles = channel_rule.ChannelContext.new_sums, []
+
+    def recorded(ctx: Any) -> Any:
+        tiles.append(ctx.base.tiles)
+        return new_sums(ctx)
+
+    for module in (batch_slices, time_parts):
+        monkeypatch.setattr(module, "SMALLEST", 0)
+    monkeypatch.setattr(batch_slices, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(batch_slices, "processors", lambda device: 1)
+    monkeypatch.setattr(time_parts, "FEWEST_TILES", 1)
+    monkeypatch.setattr(channel_rule.ChannelContext, "new_sums", recorded)
+    caching.clear_caches()
+    check_gradients(drawn(T=130, B=2))
+    assert tiles == [1, 2] * 2  # the last half first
+    caching.clear_caches()
 
 
 def call(x: DeltaInputs, backend: str | None = "hopper", **options: Any) -> Tensor:

@@ -751,7 +751,11 @@ def compute_decays(g, from_middle, gmem, shared, config):
     if config.ACTIVATED:
         z, a = load_pre_activations(g, gmem, shared, config)
         clamped = clamp(activated_gate(z, a, gmem.activations.factor, config.SOFTPLUS, True), CLOSED_GATE, HIGHEST)
-        clamped = gl.where(tile_steps(L) < load_tile(shared).steps, clamped, 0.0)
+        inside = tile_steps(L) < load_tile(shared).steps
+        if gmem.activations.DK < CHANNELS:  # gates beyond dqk might close: their factors overflow, and 0 * inf is NaN
+            c = gl.arange(0, CHANNELS, gl.SliceLayout(1, accumulators(L)))
+            inside = inside & gl.expand_dims(c < gmem.activations.DK, 1)
+        clamped = gl.where(inside, clamped, 0.0)
     else:
         clamped = clamp(load_transposed(g, L), CLOSED_GATE, HIGHEST)  # (CHANNELS, L)
     gates = clamped.to(gl.float32)
@@ -1116,7 +1120,7 @@ def launch(
         states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
         dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
         grads: The outputs; that of beta has the parts of the Triton kernel, (B, T, H, parts).
-        sums: Output for what tiles add to the gradients of A_log and dt_bias, (2, H, tiles or more, dqk), or None.
+        sums: Output for what tiles add to the gradients of A_log and dt_bias, (2, H, tiles, dqk), or None.
     """
     base, x = ctx.base, ctx.x
     tiles = scheduler.launch(replace(base, segment_steps=base.L, segments=base.tiles))

@@ -465,7 +465,7 @@ def launch(
         dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
         grads: The outputs. They and dv are dense, or all of them the same steps of dense tensors.
         bounded: A launcher of another kernel for the tiles that need no levels, or None.
-        sums: Output for what tiles add to the gradients of A_log and dt_bias, (2, H, tiles or more, dqk), or None where
+        sums: Output for what tiles add to the gradients of A_log and dt_bias, (2, H, tiles, dqk), or None where
             the call has neither.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients

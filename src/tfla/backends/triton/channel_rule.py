@@ -234,16 +234,12 @@ class ChannelContext:
             first_row=part.first_row,
         )  # fmt: skip
 
-    def new_sums(self, tiles: list[int]) -> list[Tensor | None]:
-        """Allocate what tiles add to the gradients of A_log and dt_bias, for calls with so many tiles of a head each.
-
-        Returns:
-            (2, H, tiles, dqk) float32 for each call; None where kernels compute none.
-        """
+    def new_sums(self) -> Tensor | None:
+        """Allocate what tiles add to the gradients of A_log and dt_bias, (2, H, tiles, dqk) float32, or return None."""
         base, x = self.base, self.x
         if self.spec.gate_activation == "none" or (x.A_log is None and x.dt_bias is None):
-            return [None for _ in tiles]
-        return [base.zeros(2, base.H, n, base.K) for n in tiles]
+            return None
+        return base.zeros(2, base.H, base.tiles, base.K)
 
     def new_dots(self, programs: int) -> Tensor | None:
         """Allocate dv . E for this many parts of dhv, (programs, B, T, H) float32; None where dbeta needs none."""
@@ -387,17 +383,17 @@ def _backward_of_rows(
         parts, states, [initial, *ends], [*ends, unread], strict=True
     ):  # fmt: skip
         kernels.h(of_part, read, part(errors), None, None, found, first, last)
-    by_tile = ctx.new_sums([of_part.base.tiles for _, of_part, _ in parts])
-    for (part, of_part, read), before, final, first, of_tiles in zip(
-        reversed(parts), reversed(states), [dC, *reversed(ends)], [*reversed(ends), dC0], by_tile, strict=True
+    for (part, of_part, read), before, final, first in zip(
+        reversed(parts), reversed(states), [dC, *reversed(ends)], [*reversed(ends), dC0], strict=True
     ):
-        E, do, of_v = part(errors), part(dh), part(dv)
+        E, do, of_v, by_tile = part(errors), part(dh), part(dv), of_part.new_sums()
         with base.recorder.temporary():
             cotangents, dots = kernels.dv(of_part, read, do, E, of_v, final, first)
             channel_gradients.launch(
-                of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients, of_tiles
+                of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients, by_tile
             )  # fmt: skip
-    sums += [base.do(lambda t: t.sum(2), t) for t in by_tile if t is not None]
+        if by_tile is not None:
+            sums.append(base.do(lambda t: t.sum(2), by_tile))
 
 
 def _activation_gradients(ctx: ChannelContext, sums: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
