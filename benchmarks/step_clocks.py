@@ -5,7 +5,7 @@
 MODULE is a module of `src/tfla/backends/hopper/` with a function `process_tile`, whose comments number its steps. The
 command makes a copy of the library, in which each consumer stores the clock of its multiprocessor (`%clock`) before
 each step of a tile and after each wait for an mbarrier, and runs a forward and backward of the model there. It prints
-the median clocks, over programs and tiles of the last launch, from each mark to the next one, for either consumer.
+the median clocks, over programs and tiles of the last launch, from each mark to the next one, for each consumer.
 
 The marks cost clocks, and registers: consumers that have none left spill more. So compare the printed time of the
 kernel with that of the same kernel without marks, which the command prints, too.
@@ -56,7 +56,7 @@ def _store_clock(mark):
 @gluon.jit
 def _mark(mark: gl.constexpr, tile, half: gl.constexpr):
     """Store the clock as a mark of the program's tile, by the first thread of a consumer."""
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     at = ((program * CONSUMERS + half) * TILES + tile) * MARKS
     asm: gl.constexpr = _store_clock(mark)
@@ -72,15 +72,16 @@ def with_marks(source: str) -> tuple[str, list[str]]:
         ValueError: The module has no `process_tile` whose steps can be marked.
     """
     found = re.search(r"\n@gluon\.jit\ndef process_tile\((.*?)\):\n    \"\"\".*?\"\"\"\n", source, re.S)
-    if found is None or "half: gl.constexpr" not in found[1]:
-        raise ValueError("expected a function process_tile of a consumer, half")
+    half = "half" if found is not None and "half: gl.constexpr" in found[1] else "0"
+    if found is None or (half == "0" and "gl.constexpr" in found[1]):
+        raise ValueError("expected a function process_tile of a consumer, half, or of the only consumer")
     end = source.index("\n\n\n", found.end())
     tile = "pipe_state.count" if "pipe_state" in found[1] else "n"
     names: list[str] = []
     lines = [f"    marked_tile = {tile}"]
 
     def mark(name: str) -> None:
-        lines.append(f"    _mark({len(names)}, marked_tile, half)")
+        lines.append(f"    _mark({len(names)}, marked_tile, {half})")
         names.append(name)
 
     mark("start")
@@ -96,7 +97,8 @@ def with_marks(source: str) -> tuple[str, list[str]]:
     if len(names) > MARKS:
         raise ValueError(f"got {len(names)} steps and waits, expected at most {MARKS}")
     text = MARK.replace("ADDRESS", ADDRESS)
-    for name, value in (("CONSUMERS", CONSUMERS), ("TILES", TILES), ("MARKS", MARKS)):
+    warps = 4 if half == "half" else 8  # the only consumer has two warpgroups
+    for name, value in (("CONSUMERS", CONSUMERS), ("TILES", TILES), ("MARKS", MARKS), ("WARPS", warps)):
         text = text.replace(name, str(value))
     signature, body = source[found.start() : found.end()], "\n".join(lines)
     return f"{source[: found.start()]}{text}\n{signature}{body}{source[end:]}", names
@@ -144,7 +146,7 @@ def measure(given: argparse.Namespace) -> None:
     programs = int((clocks[:, 0, 2, 0] != 0).sum())
     if programs == 0:
         sys.exit(f"--model {given.model}: no program of {given.module}_kernel has computed three tiles")
-    for consumer in range(CONSUMERS):
+    for consumer in range(CONSUMERS if clocks[:, 1].any() else 1):
         tiles = clocks[:programs, consumer, 2:]  # the first tiles wait for their data
         between = (tiles[..., 1 : len(given.marks)] - tiles[..., : len(given.marks) - 1]) & 0xFFFFFFFF
         between = between[tiles[..., 0] != 0].float().median(0).values
