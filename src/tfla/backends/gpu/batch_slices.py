@@ -19,7 +19,6 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder
 
 SMALLEST = 1 << 28  # bytes between kernels below which the launches of further slices are not worth their memory
-WITHOUT_ROWS = ("A_log", "dt_bias")  # fields of inputs
 FEWEST_TOKENS = 1 << 14  # of a slice: the host takes longer to launch its kernels than a GPU takes to run them on fewer
 
 
@@ -63,6 +62,8 @@ class CallPart:
         whole: Whether the part is the whole call, whose views are the tensors themselves.
     """
 
+    without: tuple[str, ...] = ()  # the fields of named tuples of tensors that have no dim of which this is a part
+
     def __init__(self, recorder: LaunchRecorder, whole: bool) -> None:
         self.recorder, self.whole = recorder, whole
         self.views: dict[int, Tensor] = {}  # by the id of the tensor, so that a tensor has one view
@@ -80,12 +81,12 @@ class CallPart:
         raise NotImplementedError
 
     def fields(self, x: Any) -> Any:
-        """Return a named tuple of tensors with the part of each."""
-        return type(x)(*map(self, x))
+        """Return a named tuple of tensors with the part of each; what has none stays as it is."""
+        return x._replace(**{name: self(t) for name, t in x._asdict().items() if name not in self.without})
 
     def inputs(self, x: Any) -> Any:
-        """Return the inputs of a call of this part."""
-        return self.fields(x)
+        """Return the inputs of a call of this part; of those that are whole in a plan the shapes alone are read."""
+        raise NotImplementedError
 
     def context(self, ctx: LaunchContext) -> LaunchContext:
         """Return the context of a call of this part."""
@@ -108,6 +109,8 @@ class BatchSlice(CallPart):
         first_row: The row at which tensors of tokens start that are whole, or None where all are rows.
     """
 
+    without = ("A_log", "dt_bias")
+
     def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
         super().__init__(ctx.recorder, (start, stop) == (0, ctx.B))
         self.start, self.stop = start, stop
@@ -117,16 +120,12 @@ class BatchSlice(CallPart):
         """Return the rows of x, (B, ...)."""
         return self.recorder.rows(x, self.start, self.stop)
 
-    def fields(self, x: Any) -> Any:
-        """Return a named tuple of tensors with the rows of each; the gates' parameters have none."""
-        return x._replace(**{name: self(t) for name, t in x._asdict().items() if name not in WITHOUT_ROWS})
-
     def tokens(self, x: Tensor | None) -> Any:
         """Return what kernels get of a tensor of tokens, (B, T, ...): its rows, or in a plan the whole tensor."""
         return self(x) if self.first_row is None else x
 
     def inputs(self, x: Any) -> Any:
-        """Return the inputs of a call of these rows; of those that are whole in a plan the shapes alone are read."""
+        """Return the inputs of a call of these rows."""
         if self.first_row is None:
             return self.fields(x)
         q, k, v = (t[self.start : self.stop] for t in (x.q, x.k, x.v))

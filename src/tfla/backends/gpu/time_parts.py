@@ -16,8 +16,6 @@ from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import LaunchContext
 
 FEWEST_TILES = 16  # of a part: with fewer the launches of another part would count
-# Fields of inputs, and of operands made of them, whose second dim is not that of steps.
-WITHOUT_STEPS = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "needs_levels")
 
 
 def time_parts(ctx: LaunchContext, nbytes: int) -> list[tuple[int, int]]:
@@ -50,6 +48,8 @@ class TimePart(CallPart):
         first_step: The step at which this part starts in tensors that are whole, or None where all are views.
     """
 
+    without = ("A_log", "dt_bias", "C", "n", "m", "cu_seqlens", "decays", "needs_levels")
+
     def __init__(self, ctx: LaunchContext, start: int, stop: int) -> None:
         super().__init__(ctx.recorder, (start, stop) == (0, ctx.T))
         self.start, self.stop = start, stop
@@ -64,12 +64,8 @@ class TimePart(CallPart):
         found: Tensor = self.recorder.do(lambda t: t[:, start:stop], x)
         return found
 
-    def fields(self, x: Any) -> Any:
-        """Return a named tuple of tensors with the steps of each; what has no steps stays as it is."""
-        return x._replace(**{name: self(t) for name, t in x._asdict().items() if name not in WITHOUT_STEPS})
-
     def inputs(self, x: Any) -> Any:
-        """Return the inputs of a call of this part; of those that are whole in a plan the shapes alone are read."""
+        """Return the inputs of a call of this part."""
         if self.first_step is None:
             return self.fields(x)
         q, k, v = (t[:, self.start : self.stop] for t in (x.q, x.k, x.v))

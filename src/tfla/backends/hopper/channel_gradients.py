@@ -309,9 +309,9 @@ def load_parameters(tile, channel, given):
 
 @gluon.jit
 def run_key_warp(Q, K, G, gmem, tiles, shared, params, group_size, config):
-    """Load q, k and the log-gates of each tile to shared memory by TMA, and beta; store the gradient of beta.
+    """Bring q, k, the gates, beta, norms and the gates' parameters of each tile to shared memory; store dbeta.
 
-    Where no beta of a tile is near 0, that gradient is dv . E / beta. Consumers compute that of other tiles.
+    Where no beta of a tile is near 0, dbeta is dv . E / beta. The consumer computes that of other tiles.
 
     Args:
         Q, K, G: TMA descriptors, in tiles (L, CHANNELS).
@@ -830,7 +830,8 @@ def process_tile(n, gmem, shared, params, config):
     S_q, S_r, dq, dr, W, across = process_states(n, shared, config)
     # An opaque 0, so that addresses of what is outside of the rings are computed in each tile, not kept and spilled
     at0 = scheduler.rematerialize(n * 0)
-    # (6) before (5), for the registers of S_q and S_r
+    # (6) before (5), for the registers of S_q and S_r. This wait passes at once. Without it the ptxas of Triton 3.6
+    # moves later steps up, serializes an MMA and spills 24 bytes of KDA in place of 4.
     wait_for_release(n, shared)
     if config.NORMALIZED or config.ACTIVATED:
         mbarrier.wait(shared.keys_full, n & 1)
@@ -1005,8 +1006,8 @@ def channel_gradients_kernel(
         tokens: Tokens of all batch rows.
         stride_b, stride_t, stride_h: Strides of beta.
         scale: The factor of the queries.
-        first_row: With SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
-            dbeta, which have the rows of the slice.
+        first_row: With SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, the norms,
+            dots and dbeta, which have the rows of the slice.
         first_step: With SLICED the token at which the steps start in all of them but dots and dbeta, which have these
             steps alone.
     """

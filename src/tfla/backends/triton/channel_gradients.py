@@ -139,8 +139,8 @@ def channel_gradients(
             with sum_h from one head to the next.
         pitch: with PITCHED the tokens from one batch row of dV, dQ, dK, dR and dF to the next, which are views of a
             part of the steps, or with SLICED have all steps; without it, and for sums, batch rows follow each other.
-        first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, dots and
-            dbeta, which have the rows of the slice.
+        first_row: with SLICED the row at which those of the slice start in all tensors (B, T, ...) but beta, the norms,
+            dots and dbeta, which have the rows of the slice.
         first_step: with SLICED the step at which those of the part start in all of them but dots and dbeta, which have
             the steps of the part.
     """
