@@ -190,7 +190,8 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller(backend: str) -> Non
     assert x.n is not None
     assert x.m is not None
     n_apart, m_apart = (t.mT.contiguous().mT for t in (x.n, x.m))
-    for n, m in ((x.n.half(), x.m), (x.n, x.m.double()), (n_apart, x.m), (x.n, m_apart)):
+    of_one = x.n[:1].expand_as(x.n), x.m[:1].expand_as(x.m)
+    for n, m in ((x.n.half(), x.m), (x.n, x.m.double()), (n_apart, x.m), (x.n, m_apart), of_one):
         assert chosen.forward_by_rows(x._replace(n=n, m=m), rows, spec) is None
     assert chosen.forward_by_rows(not_packed, rows, spec) is None
     if backend == "hopper":  # the kernels pad these heads

@@ -33,5 +33,6 @@ def _has_index(pool: FinalRows) -> bool:
     parts = [t for t in (pool.C, pool.n, pool.m) if t is not None]
     if any(t.dtype != torch.float32 or not t[0].is_contiguous() for t in parts):
         return False
-    distance = pool.C.stride(0)
-    return distance > 0 and distance % pool.C[0].numel() == 0  # at distance 0 all rows would share one state
+    if any(t.stride(0) == 0 for t in parts):  # all rows would share one state
+        return False
+    return pool.C.stride(0) % pool.C[0].numel() == 0
