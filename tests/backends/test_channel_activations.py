@@ -1,4 +1,4 @@
-"""Norms and activations inside the Hopper kernels for operands with gates by channel, against float64.
+"""Norms and activations inside the Hopper kernels with gates by channel, and their gradients, against float64.
 
 They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
 """

@@ -1,4 +1,4 @@
-"""Tests that the fused kernels of the mLSTM and of linear attention read and overwrite rows of a pool of states.
+"""Tests that kernels of the mLSTM and of linear attention read and overwrite rows of a pool of states.
 
 They run on a GPU, those of Hopper on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the
 simulator.

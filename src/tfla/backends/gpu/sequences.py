@@ -122,7 +122,10 @@ def clear(ctx: LaunchContext, *results: Tensor) -> None:
 
 
 def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ...], x: Inputs) -> None:
-    """Launch `bound_sequences`, without `bounds` only to clear; n and m of x are copied to, unless x is that of ctx."""
+    """Launch `bound_sequences`, without `bounds` only to clear.
+
+    Unless x is ctx.x, rows of n and m of ctx.x, which are those of a pool, are copied to n and m of x.
+    """
     cu, unused, programs = ctx.cu_seqlens, MAX_TENSORS - len(results), ctx.T // STEPS_PER_PROGRAM
     tensors, widths = [*results, *[cu] * unused], [*(math.prod(t.shape[2:]) for t in results), *[0] * unused]
     pitches = [0, 0]

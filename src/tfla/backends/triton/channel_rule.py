@@ -152,7 +152,7 @@ class ChannelContext:
 
     @property
     def activation_constants(self) -> dict[str, Any]:
-        """The constants by which the kernels for operands normalize q and k, and apply the gates' activation."""
+        """The constants by which the kernels over tiles normalize q and k, and apply the gates' activation."""
         return {
             "NORMALIZED": self.spec.normalize_qk, "ACTIVATION": self.spec.gate_activation,
             "HAS_RATE": self.x.A_log is not None, "HAS_BIAS": self.x.dt_bias is not None,
