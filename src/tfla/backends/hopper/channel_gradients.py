@@ -30,7 +30,7 @@ Which partition waits for which:
 
     load warp  --full[s]-->       consumer --empty[s]-->       load warp   32 columns of E, do, dv, C and dC
     key warp   --gates_full[s]--> consumer --gates_empty[s]--> key warp    gates, over which their gradient is stored
-    key warp   --keys_full-->     consumer --keys_empty-->     key warp    beta, q and k, over which dq and dk lie then
+    key warp   --keys_full-->     consumer --keys_empty-->     key warp    beta, q and k; dq and dk replace q and k
 
 Where the caller normalizes queries and keys, q^ = r_q q and k^ = r_k k, the kernel reads q, k and the factors r. S_q
 and dq take r_q for each reading step, S_r and dr take r_k, and beta r_k stands for beta, so that what it calls dq and
@@ -41,7 +41,7 @@ kernel reads what they are made of, computes log-gates before step (5), and mult
 
 The consumer releases q and k at the end of a tile, when dq and dk have left, and the gates in the next tile. One
 consumer of two warpgroups has half of the instructions of two consumers, each of which would have a copy of its own:
-with norms and activations, two copies do not fit into the instruction cache.
+with norms and activations, two copies seem not to fit into the instruction cache.
 """
 
 from dataclasses import replace
