@@ -15,8 +15,9 @@ lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is co
 of context parallelism are compiled, and with [only=NAME+NAME] only those of these names. The short convolution of a
 layer is the kernel "convolution", with its size, the channels and the dtype in place of gate and dims, and [bias]
 [packed] [state]. The activations of the delta rule's inputs are the kernel "activations", with the activation of the
-gates, dqk and the dtype, and [channels]. The losses of logits are the kernel "losses", with the vocabulary and the
-dtype.
+gates, dqk and the dtype, and [channels]. The norm with an output gate is the kernel "norm", with the activation, the
+size of a row and the dtype, [first] where the gate comes first, and [centered] for LayerNorm. The losses of logits are
+the kernel "losses", with the vocabulary and the dtype.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.backends.delta import DeltaInputs
 from tfla.nn import LanguageModel, ModelConfig, capped_loss, fused_step
-from tfla.nn.mixers import fused_convolution
+from tfla.nn.mixers import fused_convolution, fused_norm
 from tfla.ops import fused_activations
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
@@ -358,6 +359,13 @@ def activations(gate: str, dqk: str, dtype: str, *variant: str) -> None:
     sum(t.sum() for t in (out.q, out.beta, out.log_f) if t is not None).backward()
 
 
+def gated_norm(activation: str, dim: str, dtype: str, *variant: str) -> None:
+    h, gate = (torch.randn(T, int(dim), dtype=getattr(torch, dtype), requires_grad=True) for _ in range(2))
+    weight = torch.randn(int(dim), requires_grad=True)
+    options = fused_norm.Options(1e-5, activation, "first" in variant, "centered" in variant)  # type: ignore[arg-type]
+    fused_norm.gated_norm(h, weight, gate, options).sum().backward()
+
+
 def losses(vocabulary: str, dtype: str) -> None:
     x = torch.randn(4, int(vocabulary), dtype=getattr(torch, dtype), requires_grad=True)
     capped_loss._CappedLoss.apply(x, torch.zeros(4, dtype=torch.int64), 30.0).sum().backward()
@@ -376,6 +384,8 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             short_convolution(*rest)
         elif kernel == "activations":
             activations(*rest)
+        elif kernel == "norm":
+            gated_norm(*rest)
         elif kernel == "losses":
             losses(*rest)
         elif kernel == "delta_steps":

@@ -11,15 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tfla._util.device import check_device
 from tfla._util.shapes import check_shape, state_parts
-from tfla.nn.layers import (
-    GatePreactivation,
-    HeadNorm,
-    Projection,
-    at_least_float32,
-    input_std,
-    recomputed,
-    reset_forget_gate,
-)
+from tfla.nn.layers import GatePreactivation, HeadNorm, Projection, at_least_float32, input_std, reset_forget_gate
+from tfla.nn.mixers.norms import gated_head_norm
 from tfla.nn.sequences import Sequences, check_lengths, packed_places
 from tfla.nn.validation import check_int, check_number, check_weights_dtype, describe
 from tfla.ops.api import mlstm
@@ -96,11 +89,7 @@ class StackLayer(nn.Module):
                 q, k, v, i, f, input_gate=self.input_gate_kind, initial_state=state, return_state=True,
                 cu_seqlens=sequences.cu_seqlens,
             )  # fmt: skip
-        return recomputed(self._gated_norm, self.output_gate(x), h), new
-
-    def _gated_norm(self, gate: Tensor, h: Tensor) -> Tensor:
-        """Return sigmoid(gate) * NORM(h) in h's dtype: gate (B, T, heads * head_dim), h (B, T, heads, head_dim)."""
-        return (torch.sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)
+        return gated_head_norm(self.head_norm, h, self.output_gate(x)), new
 
 
 class MLSTMStack(nn.Module):

@@ -18,13 +18,12 @@ from tfla.nn.layers import (
     Projection,
     SequenceMixer,
     Sharding,
-    at_least_float32,
     input_std,
     output_std,
-    recomputed,
     reset_forget_gate,
 )
 from tfla.nn.mixer_state import StatesEvery
+from tfla.nn.mixers.norms import gated_head_norm
 from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
@@ -168,9 +167,4 @@ class MLSTM(SequenceMixer):
 
     def _output(self, x: Tensor, h: Tensor) -> Tensor:
         """Apply equation (8) and the output projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""
-        return self.out_proj(recomputed(self._gated_norm, self.output_gate(x), h))
-
-    def _gated_norm(self, gate: Tensor, h: Tensor) -> Tensor:
-        """Return sigmoid(gate) * NORM(h), equation (8), in h's dtype: gate (..., d_model), h (..., heads, dhv)."""
-        sigmoid = batch_invariance.sigmoid if self.batch_invariant else torch.sigmoid
-        return (sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)
+        return self.out_proj(gated_head_norm(self.head_norm, h, self.output_gate(x), self.batch_invariant))

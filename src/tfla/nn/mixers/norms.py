@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.nn import batch_invariance
-from tfla.nn.layers import at_least_float32, local, recomputed, sharding_mesh, summed
+from tfla.nn.layers import HeadNorm, at_least_float32, local, recomputed, sharding_mesh
+from tfla.nn.mixers import fused_norm, plain_norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 INVARIANT: dict[str, Callable[[Tensor], Tensor]] = {"silu": batch_invariance.silu, "sigmoid": batch_invariance.sigmoid}
@@ -30,7 +30,7 @@ class GatedNorm(nn.Module):
     batch_invariant = False
 
     def __init__(
-        self, dim: int, eps: float, activation: Literal["silu", "sigmoid"] = "silu", gate_first: bool = False
+        self, dim: int, eps: float, activation: fused_norm.Activation = "silu", gate_first: bool = False
     ) -> None:
         super().__init__()
         self.eps, self.activation, self.gate_first = eps, activation, gate_first
@@ -42,25 +42,37 @@ class GatedNorm(nn.Module):
 
     def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the gated norm of h (..., dim) in h's dtype; gate has h's shape, None is no gate."""
+        weight, mesh = local(self.weight), sharding_mesh(self.weight)
+        plain = self.batch_invariant or mesh is not None  # prefill and decoding have the same bits in PyTorch
+        if not plain and fused_norm.unsupported(h, weight, gate) is None:
+            options = fused_norm.Options(self.eps, self.activation, self.gate_first)
+            return fused_norm.gated_norm(h, weight, gate, options)
         activation = (INVARIANT if self.batch_invariant else ACTIVATIONS)[self.activation]
-        norm = partial(_gated_norm, self.eps, activation, self.gate_first, sharding_mesh(self.weight))
-        return recomputed(norm, h, local(self.weight), gate)
+        return recomputed(partial(plain_norm.gated_norm, self.eps, activation, self.gate_first, mesh), h, weight, gate)
 
 
-def _gated_norm(
-    eps: float, activation: Callable[[Tensor], Tensor], gate_first: bool, mesh: Any, h: Tensor, weight: Tensor,
-    gate: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the value of :class:`GatedNorm`; with a mesh, the last dimension is shared by its processes."""
-    wide, weight = at_least_float32(h), at_least_float32(weight)
-    factor = None if gate is None else activation(at_least_float32(gate))
-    if factor is not None and gate_first:
-        wide = wide * factor
-    if mesh is None:
-        wide = F.rms_norm(wide, wide.shape[-1:], weight, eps)
-    else:
-        square = summed(wide.square().sum(-1, keepdim=True), mesh) / (wide.shape[-1] * mesh.size())
-        wide = wide * torch.rsqrt(square + eps) * weight
-    if factor is not None and not gate_first:
-        wide = wide * factor
-    return wide.to(h.dtype)
+def gated_head_norm(norm: HeadNorm, h: Tensor, gate: Tensor, batch_invariant: bool = False) -> Tensor:
+    """Return sigmoid(gate) * NORM(h), equation (8) of the paper, in h's dtype.
+
+    Args:
+        norm: the norm of each head.
+        h: (..., heads, head_dim).
+        gate: (..., heads * head_dim).
+        batch_invariant: whether the bits of a token must not depend on the number of tokens.
+
+    Returns:
+        (..., heads * head_dim).
+    """
+    hooks = norm._forward_hooks or norm._forward_pre_hooks  # those of users, and of tensor parallelism
+    if not (batch_invariant or hooks):
+        weight, by_heads = norm.weight.view(h.shape[-2:]), gate.unflatten(-1, h.shape[-2:])
+        if fused_norm.unsupported(h, weight, by_heads) is None:
+            options = fused_norm.Options(norm.eps, "sigmoid", centered=norm.kind == "layer")
+            return fused_norm.gated_norm(h, weight, by_heads, options).flatten(-2)
+    sigmoid = (INVARIANT if batch_invariant else ACTIVATIONS)["sigmoid"]
+    return recomputed(partial(_plain_gated_head_norm, norm, sigmoid), gate, h)
+
+
+def _plain_gated_head_norm(norm: HeadNorm, sigmoid: Callable[[Tensor], Tensor], gate: Tensor, h: Tensor) -> Tensor:
+    """Compute :func:`gated_head_norm` by operations of PyTorch."""
+    return (sigmoid(at_least_float32(gate)) * norm(h).flatten(-2)).to(h.dtype)

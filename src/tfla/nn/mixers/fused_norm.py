@@ -1,0 +1,138 @@
+"""The norm with an output gate on a GPU, as one kernel for the forward and one for the backward.
+
+The kernels and their equations are in :mod:`tfla.nn.mixers.norm_kernels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.backends.triton import BACKEND
+from tfla.nn.mixers import plain_norm
+from tfla.ops.transforms import needs_dispatcher
+
+Activation = Literal["silu", "sigmoid"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = 8192  # numbers of a row, which a program holds in registers
+ELEMENTS = 4096  # that a program of the forward has at a time, in several rows or in one; in the backward half of it
+STEPS = 16  # rows, or groups of rows, of which a program of the backward adds up what the weight gets
+
+
+def unsupported(h: Tensor, weight: Tensor, gate: Tensor | None) -> str | None:
+    """Return why :func:`gated_norm` does not take these tensors, or None if it does.
+
+    Compilers, tracers, transforms and forward-mode AD need operations that they know, those of
+    :func:`tfla.nn.mixers.plain_norm.gated_norm`.
+    """
+    if needs_dispatcher((h, weight, gate)):
+        return "a compiler, a transform or forward-mode AD takes part"
+    given = [t for t in (h, weight, gate) if t is not None]
+    if not {t.dtype for t in given}.issubset(DTYPES):
+        return "it computes in float32"
+    if len({t.device for t in given}) > 1:
+        return "the tensors are on several devices"
+    if not 1 <= h.shape[-1] <= LARGEST or (gate is not None and gate.shape != h.shape):
+        return f"it takes rows of up to {LARGEST:,} numbers, and a gate for each number"
+    return BACKEND.device_unsupported(h)
+
+
+class Options(NamedTuple):
+    """What is computed, apart from the tensors."""
+
+    eps: float
+    activation: Activation
+    gate_first: bool = False
+    centered: bool = False  # whether the norm is LayerNorm; otherwise it is RMSNorm
+
+    def plain(self, h: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+        """Compute :func:`gated_norm` by operations that autograd knows."""
+        function = F.silu if self.activation == "silu" else torch.sigmoid
+        return plain_norm.gated_norm(self.eps, function, self.gate_first, None, h, weight, gate, self.centered)
+
+
+def gated_norm(h: Tensor, weight: Tensor, gate: Tensor | None, options: Options) -> Tensor:
+    """Compute the norm in float32.
+
+    Args:
+        h: (..., dim).
+        weight: (dim,), or (heads, dim) where h is (..., heads, dim).
+        gate: (..., dim) or None.
+        options: what is computed.
+
+    Returns:
+        (..., dim) in the dtype of h.
+    """
+    y: Tensor = _FusedNorm.apply(h, weight, gate, options)
+    return y
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The norm, whose backward keeps only its inputs."""
+
+    @staticmethod
+    def forward(h: Tensor, weight: Tensor, gate: Tensor | None, options: Options) -> Tensor:
+        y = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        _launch("gated_norm", 1, ELEMENTS, (h, gate, weight, y), options)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.options = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight, gate = inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are to be differentiated
+            wanted = [t for t in inputs if t is not None and t.requires_grad]
+            y = ctx.options.plain(*inputs)
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            return *(next(found) if t is not None and t.requires_grad else None for t in inputs), None
+        dh, dgate = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (h, gate))
+        programs = -(-(h.numel() // weight.numel()) // (STEPS * _rows_at_a_time(h.shape[-1], ELEMENTS // 2)))
+        sums = torch.empty(programs, *weight.shape, dtype=torch.float32, device=h.device)
+        tensors = (h, gate, weight, dy, dh, dgate, sums)
+        _launch("gated_norm_backward", STEPS, ELEMENTS // 2, tensors, ctx.options, STEPS=STEPS)
+        return dh, sums.sum(0).to(weight.dtype), dgate, None
+
+
+def _columns(dim: int) -> int:
+    """Return the smallest power of 2 that is dim or above it."""
+    return 1 << (dim - 1).bit_length()
+
+
+def _rows_at_a_time(dim: int, elements: int) -> int:
+    """Return the number of rows of dim numbers that a program has at a time."""
+    return max(1, elements // _columns(dim))
+
+
+def _launch(
+    kernel: str, steps: int, elements: int, tensors: tuple[Tensor | None, ...], options: Options, **constants: int
+) -> None:
+    """Launch a kernel, whose programs have so many elements at a time; the first tensors are h, the gate and weight."""
+    h, gate, weight, *_ = tensors
+    assert h is not None
+    assert weight is not None
+    dim, rows = h.shape[-1], h.numel() // weight.numel()
+    at_a_time = _rows_at_a_time(dim, elements)
+    if not rows:
+        return
+    with torch.cuda.device(h.device) if h.is_cuda else contextlib.nullcontext():
+        getattr(_kernels(), kernel)[(-(-rows // (steps * at_a_time)), weight.numel() // dim)](
+            *(None if t is None else t.contiguous() for t in tensors), rows, options.eps, D=dim, GATED=gate is not None,
+            SILU=options.activation == "silu", GATE_FIRST=options.gate_first, CENTERED=options.centered,
+            ROWS=at_a_time, COLUMNS=_columns(dim), **constants, num_warps=4 if _columns(dim) <= ELEMENTS // 2 else 8,
+        )  # fmt: skip
+
+
+def _kernels() -> ModuleType:
+    """Return the module of the kernels, which imports Triton."""
+    from tfla.nn.mixers import norm_kernels
+
+    return norm_kernels
