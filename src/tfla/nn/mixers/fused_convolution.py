@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tfla.backends.triton import BACKEND
 from tfla.nn.mixers import plain_convolution
-from tfla.ops.transforms import needs_dispatcher
+from tfla.nn.mixers.eager_kernels import tensors_unsupported
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SIZE = 8  # the kernels are unrolled over pairs of the inputs that an output depends on
 # A program's tile of tokens and channels.
 TILE = {"TOKENS": 64, "CHANNELS": 32, "num_warps": 8}
@@ -26,19 +24,13 @@ TILE = {"TOKENS": 64, "CHANNELS": 32, "num_warps": 8}
 def unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return why :func:`convolve` does not take these tensors, or None if it does.
 
-    Compilers, tracers, transforms and forward-mode AD need operations that they know, those of
-    :func:`tfla.nn.mixers.plain_convolution.convolve`.
+    Other calls run :func:`tfla.nn.mixers.plain_convolution.convolve`.
     """
-    if needs_dispatcher((x, weight, bias)):
-        return "a compiler, a transform or forward-mode AD takes part"
-    given = [t for t in (x, weight, bias) if t is not None]
-    if not {t.dtype for t in given}.issubset(DTYPES):
-        return "it computes in float32"
-    if len({t.device for t in given}) > 1:
-        return "the tensors are on several devices"
+    if (why := tensors_unsupported(x, weight, bias)) is not None:
+        return why
     if not 1 <= weight.shape[1] <= MAX_SIZE:
         return f"it takes up to {MAX_SIZE} tokens"
-    return BACKEND.device_unsupported(x)
+    return None
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, before: int) -> Tensor:

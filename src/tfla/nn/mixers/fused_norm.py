@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tfla.backends.triton import BACKEND
 from tfla.nn.mixers import plain_norm
-from tfla.ops.transforms import needs_dispatcher
+from tfla.nn.mixers.eager_kernels import tensors_unsupported
 
 Activation = Literal["silu", "sigmoid"]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 8192  # numbers of a row, which a program holds in registers
 ELEMENTS = 4096  # that a program of the forward has at a time, in several rows or in one; in the backward half of it
 STEPS = 16  # rows, or groups of rows, of which a program of the backward adds up what the weight gets
@@ -27,23 +25,17 @@ STEPS = 16  # rows, or groups of rows, of which a program of the backward adds u
 def unsupported(h: Tensor, weight: Tensor, gate: Tensor | None) -> str | None:
     """Return why :func:`gated_norm` does not take these tensors, or None if it does.
 
-    Compilers, tracers, transforms and forward-mode AD need operations that they know, those of
-    :func:`tfla.nn.mixers.plain_norm.gated_norm`.
+    Other calls run :func:`tfla.nn.mixers.plain_norm.gated_norm`.
     """
-    if needs_dispatcher((h, weight, gate)):
-        return "a compiler, a transform or forward-mode AD takes part"
-    given = [t for t in (h, weight, gate) if t is not None]
-    if not {t.dtype for t in given}.issubset(DTYPES):
-        return "it computes in float32"
-    if len({t.device for t in given}) > 1:
-        return "the tensors are on several devices"
+    if (why := tensors_unsupported(h, weight, gate)) is not None:
+        return why
     if not 1 <= h.shape[-1] <= LARGEST or (gate is not None and gate.shape != h.shape):
         return f"it takes rows of up to {LARGEST:,} numbers, and a gate for each number"
-    return BACKEND.device_unsupported(h)
+    return None
 
 
 class Options(NamedTuple):
-    """What is computed, apart from the tensors."""
+    """The epsilon, the activation and the form of a norm with an output gate."""
 
     eps: float
     activation: Activation
