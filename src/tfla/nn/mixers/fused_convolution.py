@@ -17,8 +17,8 @@ from tfla.nn.mixers import plain_convolution
 from tfla.nn.mixers.eager_kernels import tensors_unsupported
 
 MAX_SIZE = 8  # the kernels are unrolled over pairs of the inputs that an output depends on
-# A program's tile of tokens and channels.
-TILE = {"TOKENS": 64, "CHANNELS": 32, "num_warps": 8}
+TILE = {"TOKENS": 128, "CHANNELS": 256, "num_warps": 2}  # a program's tokens and channels, 4 channels a thread
+UNROLL = {"convolve": 8, "convolve_backward": 4}  # rows that a program loads at a time
 
 
 def unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -114,7 +114,8 @@ def _launch(kernel: str, rows: int, x: Tensor, *operands: Any, **constants: int)
     if not tiles:
         return
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        getattr(_kernels(), kernel)[(tiles,)](*operands, **constants, **TILE, enable_fp_fusion=True)
+        run = getattr(_kernels(), kernel)[(tiles,)]
+        run(*operands, **constants, **TILE, UNROLL=UNROLL[kernel], enable_fp_fusion=True)
 
 
 def _kernels() -> ModuleType:
