@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.backends.triton import BACKEND
-from tfla.nn.layers import at_least_float32, soft_cap
+from tfla.nn.layers import at_least_float32
+from tfla.nn.soft_cap import soft_cap
 from tfla.ops.transforms import needs_dispatcher
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

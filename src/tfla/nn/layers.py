@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tfla.nn import batch_invariance
+from tfla.nn import batch_invariance, gate_product
 from tfla.nn.mixer_state import StatesEvery
+from tfla.nn.soft_cap import soft_cap
 from tfla.nn.validation import check_int, check_number
 from tfla.ops.autocast import autocast_dtype, without_autocast
 from tfla.ops.state_pool import PoolRows
@@ -274,6 +275,8 @@ class GatePreactivation(nn.Linear):
         """Return the pre-activations (..., heads) of x (..., d_model)."""
         # Gates are exponentiated, or summed over the whole sequence: bfloat16 is too coarse for that.
         with without_autocast(x.device.type):
+            if not self.batch_invariant and gate_product.unsupported(x, self.weight, self.bias) is None:
+                return gate_product.preactivations(x, self.weight, self.bias, self.cap)
             return recomputed(self._float32_gate, x) if x.element_size() == 2 else self._float32_gate(x)
 
     def _float32_gate(self, x: Tensor) -> Tensor:
@@ -330,11 +333,6 @@ class HeadNorm(nn.Module):
         """Return the normalized h (..., heads, head_dim)."""
         norm = F.layer_norm if self.kind == "layer" else F.rms_norm
         return norm(at_least_float32(h), h.shape[-1:], eps=self.eps) * self.weight.view(h.shape[-2:])
-
-
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap), equation (110), in the shape and dtype of x: close to x near 0, within +-cap."""
-    return cap * torch.tanh(x / cap)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from tfla._util.device import check_device
 from tfla.nn import batch_invariance, capped_loss, pool, pretrained
 from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
-from tfla.nn.layers import Unembedding, at_least_float32, input_std, recomputed, soft_cap
+from tfla.nn.layers import Unembedding, at_least_float32, input_std, recomputed
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.key_values import KeyValues
+from tfla.nn.soft_cap import soft_cap
 from tfla.nn.validation import check_ids, check_inputs, check_int, check_num_entries, check_state_of_call, embed
 from tfla.ops.checks import LONGEST_STEPS, check_flags, check_lengths
 from tfla.ops.state import State

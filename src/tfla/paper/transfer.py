@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfla._util.options import check_range, is_number, require
-from tfla.nn.layers import soft_cap
+from tfla.nn.soft_cap import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
 from tfla.paper.claims_template import Values, fill
 from tfla.paper.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition

@@ -18,8 +18,9 @@ from tfla.integrations.transformers.configuration import TflaConfig
 from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
 from tfla.nn.block import Block
-from tfla.nn.layers import Unembedding, at_least_float32, input_std, soft_cap
+from tfla.nn.layers import Unembedding, at_least_float32, input_std
 from tfla.nn.model import LanguageModel
+from tfla.nn.soft_cap import soft_cap
 from tfla.nn.validation import check_document_start, check_ids, embed
 from tfla.ops.checks import check_offsets
 

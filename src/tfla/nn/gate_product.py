@@ -1,0 +1,106 @@
+"""The pre-activations of a gate in float32 from inputs in bfloat16, by products of tensor cores.
+
+A float32 number is the sum of three bfloat16 numbers, each of which is what the ones before it leave, rounded. The
+products of bfloat16 numbers are exact in float32, and their sums are float32. With W = W_1 + W_2 + W_3 and the
+cotangent dz = d_1 + d_2 + d_3 of z = x W^T + b,
+
+    z = x W_1^T + x W_2^T + x W_3^T + b                                            (1)
+    dW = d_1^T x + d_2^T x + d_3^T x                                               (2)
+    dx = the sum of d_i W_j over i + j <= 4                                        (3)
+
+(3) leaves out terms below 2^-24 of the largest. Each of the three is one product, of matrices beside each other, and
+reads or writes no copy of x in float32. Weights in bfloat16 are one part, W_1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.nn.soft_cap import soft_cap
+from tfla.ops.transforms import needs_dispatcher
+
+PARTS = 3  # bfloat16 numbers whose sum is a float32 number
+
+
+def unsupported(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
+    """Return why :func:`preactivations` does not take these tensors, or None if it does."""
+    if needs_dispatcher((x, weight, bias)):
+        return "a compiler, a transform or forward-mode AD takes part"
+    if x.dtype != torch.bfloat16 or not {weight.dtype, bias.dtype}.issubset((torch.bfloat16, torch.float32)):
+        return "the inputs are bfloat16, weights and biases bfloat16 or float32"
+    if x.device.type != "cuda" or torch.version.cuda is None or {x.device} != {weight.device, bias.device}:
+        return "all tensors are on one NVIDIA GPU"
+    return None if hasattr(torch.ops.aten.mm, "dtype") else "products of bfloat16 in float32 need PyTorch 2.8 or newer"
+
+
+def preactivations(x: Tensor, weight: Tensor, bias: Tensor, cap: float) -> Tensor:
+    """Return cap tanh((W x + b) / cap), equation (110) of the paper, in float32.
+
+    Args:
+        x: (..., d_model) in bfloat16.
+        weight: (heads, d_model) in bfloat16 or float32.
+        bias: (heads,).
+        cap: c of equation (110).
+
+    Returns:
+        (..., heads).
+    """
+    y: Tensor = _Preactivations.apply(x, weight, bias, cap)
+    return y
+
+
+class _Preactivations(torch.autograd.Function):
+    """The pre-activations, whose backward keeps the inputs and the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, cap: float) -> Tensor:
+        z = _product(x.reshape(-1, x.shape[-1]), torch.cat(_parts(weight)).mT, torch.float32)  # (1)
+        z = z.unflatten(1, (-1, len(weight))).sum(1) + bias.float()
+        y = soft_cap(z, cap).view(*x.shape[:-1], len(weight))
+        ctx.save_for_backward(x, weight, bias, y)
+        ctx.cap = cap
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, y = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are to be differentiated
+            inputs = (x, weight, bias)
+            wanted = [t for t in inputs if t.requires_grad]
+            again = soft_cap(torch.nn.functional.linear(*(t.float() for t in inputs)), ctx.cap)
+            found = iter(torch.autograd.grad(again, wanted, dy, create_graph=True))
+            return *(next(found) if t.requires_grad else None for t in inputs), None
+        dz = (dy * (1 - (y / ctx.cap).square())).reshape(-1, len(weight))
+        d, W = _parts(dz), _parts(weight)
+        dx = dW = db = None
+        if ctx.needs_input_grad[0]:
+            pairs = [(i, j) for i in range(len(d)) for j in range(len(W)) if i + j < PARTS]
+            left, right = torch.cat([d[i] for i, _ in pairs], 1), torch.cat([W[j] for _, j in pairs])
+            dx = _product(left, right, x.dtype).view(x.shape)  # (3)
+        if ctx.needs_input_grad[1]:
+            sums = _product(torch.cat(d, 1).mT, x.reshape(-1, x.shape[-1]), torch.float32)  # (2)
+            dW = sums.unflatten(0, (len(d), -1)).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = dz.sum(0).to(bias.dtype)
+        return dx, dW, db, None
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """Return the bfloat16 tensors whose sum is x: x itself where it is bfloat16, else three."""
+    if x.dtype == torch.bfloat16:
+        return [x]
+    found = [x.bfloat16()]
+    for _ in range(PARTS - 1):
+        x = x - found[-1]
+        found.append(x.bfloat16())
+    return found
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of bfloat16 matrices, summed up in float32 and rounded to dtype."""
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a @ b if a.is_cuda else (a.float() @ b.float()).to(dtype)
