@@ -10,7 +10,11 @@ from tfla.nn import gate_product
 from tfla.nn.layers import GatePreactivation
 
 CAP = 15.0
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # half a unit of the last place of bfloat16; sums in float32
+
+
+def tolerance(dtype: torch.dtype, terms: int) -> float:
+    """Return the bound of the error of a sum of so many terms; tensor cores round such sums towards zero."""
+    return 2e-6 + 1e-10 * terms if dtype == torch.float32 else 4e-3
 
 
 def problem(
@@ -41,7 +45,7 @@ def check_call(leaves: list[Tensor], dy: Tensor) -> None:
     assert [t.dtype for t in (y, *gradients)] == [torch.float32, *(t.dtype for t in leaves)]
     wide, truth = exact(leaves)
     for found, expected in zip((y, *gradients), (truth, *torch.autograd.grad(truth, wide, dy.double())), strict=True):
-        check(found, expected, ROUNDING[found.dtype])
+        check(found, expected, tolerance(found.dtype, dy.numel() // dy.shape[-1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,12 +126,13 @@ class TestGpu:
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
                 y = layer(x)
             gradients = torch.autograd.grad(y, leaves, dy)
+            peak = torch.cuda.max_memory_allocated() - before
             found.append((y, *gradients))
-            assert (
-                torch.cuda.max_memory_allocated() - before < 1.2 * x.numel() * 2
-            )  # dx, and what has the size of gates
+        assert (
+            peak < 1.2 * x.numel() * 2
+        )  # dx, and what has the size of gates; the first call makes cuBLAS's workspaces
         for once, again in zip(*found, strict=True):
             assert torch.equal(once, again)
         wide, truth = exact(leaves)
         for once, expected in zip(found[0], (truth, *torch.autograd.grad(truth, wide, dy.double())), strict=True):
-            check(once, expected, ROUNDING[once.dtype])
+            check(once, expected, tolerance(once.dtype, 4 * 4096))
