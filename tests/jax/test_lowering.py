@@ -28,12 +28,13 @@ from tfla.jax.delta import kernels as delta_kernels
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+SCRATCH = ["array", 128]  # the parameter for the memory in which programs make TMA descriptors
 
 
 class Kernel:
-    def __init__(self, name: str, warps: int, ctas: int, shared: int, code: str, ttir: str, arch: int, *scratch: int):
+    def __init__(self, name: str, warps: int, ctas: int, shared: int, code: str, ttir: str, arch: int):
         assert f".entry {name}(" in code
-        self.facts = {"name": name, "threads": 32 * warps, "shared": shared, "arch": arch, "scratch": list(scratch)}
+        self.facts = {"name": name, "threads": 32 * warps, "shared": shared, "arch": arch}
         self.declared = len(set(re.findall(rf"{name}_param_(\d+)", code)))
 
 
@@ -131,11 +132,13 @@ def calls(module: str) -> list[tuple[dict[str, Any], list[str]]]:
 def check_parameters(found: list[tuple[dict[str, Any], list[str]]], architecture: int) -> None:
     for told, operands in found:
         kinds = [kind for kind, *_ in told["parameters"]]
-        arrays = sum(kind in ("array", "descriptor") for kind in kinds)
+        scratch = told["parameters"][-1] == SCRATCH
+        arrays = sum(kind in ("array", "descriptor") for kind in kinds) - scratch
         # Of the last two some launches alone.
         overwritten = told["name"] in ("delta_dq_dk_kernel", "dq_dk_kernel", "channel_dv_kernel")
         assert len(operands) in ((arrays, arrays - 1) if overwritten else (arrays,)), told["name"]
-        assert told["declared"] == len(kinds) + 2, told["name"]  # Triton adds two addresses of scratch memory
+        # Triton adds two addresses of memory, of which the first is told where the kernel uses it.
+        assert told["declared"] == len(kinds) - scratch + 2, told["name"]
         assert told["arch"] == architecture
         assert all(n >= 1 for n in told["grid"])
 
@@ -160,6 +163,19 @@ def test_calls(architecture: int, backend: str, names: list[str], monkeypatch: p
         assert any("descriptor" in map(str, (p[0] for p in told["parameters"])) for told, _ in found)
         assert "stablehlo.pad" in module
     assert "dot_general" not in module  # no chunkwise form beside the kernels
+
+
+def test_no_launch_allocates_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph of XLA has no launches that allocate: memory for TMA descriptors is a result of the call."""
+    module = lowered(monkeypatch, 90, "triton", 64, 128)
+    lines = [line for line in module.splitlines() if "triton_kernel_call_ffi" in line]
+    with_scratch = [told["parameters"][-1] == SCRATCH for told, _ in calls(module)]
+    assert any(with_scratch)
+    for line, scratch in zip(lines, with_scratch, strict=True):
+        made = [n for n, kind in enumerate(line.rpartition("->")[2].split(",")) if "ui8" in kind]
+        assert bool(made) == scratch
+        aliased = [int(n) for n in re.findall(r"output_tuple_indices = \[(\d+)\]", line)]
+        assert not set(made) & set(aliased)
 
 
 NAMES = ["chunk_gates", "solve_tiles", "delta_h_scan", "chunk_gates", "delta_dv_scan"]

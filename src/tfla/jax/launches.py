@@ -11,6 +11,7 @@ The steps of a plan name tensors by numbers: first what the plan is given, then 
 from __future__ import annotations
 
 import functools
+import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -127,14 +128,17 @@ class KernelCall:
             if kind != "constexpr":  # else it is compiled in, as Triton does with 1
                 value = float(x) if kind.startswith("fp") else int(x)
                 parameters.append(gpu_triton.create_scalar_parameter(value, kind))
-        scratch = int(metadata.global_scratch_size or 0)
-        if scratch and jaxlib_version() < DESCRIPTORS:
+        grid = (*launch.grid, 1, 1)[:3]
+        # The memory in which programs make TMA descriptors is the parameter after those of the kernel. jaxlib would
+        # allocate it in the launch, which then cannot be a part of a CUDA graph of XLA.
+        self.scratch = int(metadata.global_scratch_size or 0) * math.prod(grid) * metadata.num_ctas
+        if self.scratch:
+            parameters.append(gpu_triton.create_array_parameter(0, metadata.global_scratch_align))
+        if self.scratch and jaxlib_version() < DESCRIPTORS:
             raise NotImplementedError(f"TMA descriptors need jaxlib {'.'.join(map(str, DESCRIPTORS))} or newer")
         kernel = gpu_triton.TritonKernel(
-            self.name, metadata.num_warps, metadata.num_ctas, metadata.shared, ptx, "", int(metadata.target.arch),
-            *((scratch, metadata.global_scratch_align) if scratch else ()),
-        )  # fmt: skip
-        grid = (*launch.grid, 1, 1)[:3]
+            self.name, metadata.num_warps, metadata.num_ctas, metadata.shared, ptx, "", int(metadata.target.arch)
+        )
         message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(self.name, b"")
         if jaxlib_version() >= ASSEMBLED:
             message = with_machine_code(message, self.name, int(metadata.shared), compiled.asm["cubin"])
@@ -172,13 +176,19 @@ class KernelCall:
         written = {n: operands.index(n) for n in (*last, *operands) if n in owned}  # the operand that each tensor is
         if len(written) < sum(n in owned for n in operands):
             raise NotImplementedError(f"kernel {self.name} reads one tensor by two parameters")
+        places = list(written.values())
         results = [jax.ShapeDtypeStruct(values[n].shape, values[n].dtype) for n in written]
+        if self.scratch:  # the parameter after the last tensor gets the next result, which no operand has the memory of
+            results.insert(len(last), jax.ShapeDtypeStruct((self.scratch,), jnp.uint8))
+            places.insert(len(last), -1)
         call = jax.ffi.ffi_call(
-            TARGET, results, input_output_aliases={place: n for n, place in enumerate(written.values())},
+            TARGET, results, input_output_aliases={place: n for n, place in enumerate(places) if place >= 0},
             has_side_effect=False,
         )  # fmt: skip
         axes = frozenset().union(*map(varying_axes, (values[n] for n in operands)))
-        found = call(*[values[n] for n in operands], name=self.name, opaque=self.opaque)
+        found = list(call(*[values[n] for n in operands], name=self.name, opaque=self.opaque))
+        if self.scratch:
+            del found[len(last)]
         values.update(zip(written, [vary(x, axes) for x in found], strict=True))
 
 
