@@ -17,12 +17,15 @@ from processes import free_ports, start
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel
+from tfla.train import loop
 from tfla.train.config import Data, Model, Optim, TrainConfig
 from tfla.train.logging import read_metrics
-from tfla.train.loop import train
 from tfla.train.pending import PendingStep, StepNumbers
 
 WORDS = ["state", "gate", "chunk", "tile", "query", "key", "value", "forget", "input", "norm", "scale", "head", "loss"]
+
+
+STEPS = 4
 
 
 class Job(NamedTuple):
@@ -43,7 +46,7 @@ def make_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
         "data": Data(paths=(folder / "texts",), heldout=0.2),
         "model": Model(d_model=32, num_blocks=2, num_heads=2),
         "optim": Optim(warmup_steps=2, cooldown_steps=2),
-        "steps": 6,
+        "steps": STEPS,
         "batch_size": 8,
         "context": 24,
         "eval_every": 3,
@@ -65,6 +68,14 @@ def copy_run(source: Path, target: Path, step: int) -> Path:
     return target
 
 
+def set_rank(rank: int, count: int, port: int) -> None:
+    """Set the variables of torchrun for this process, one of several on this machine."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
 def run_jobs(count: int, jobs: list[Job], folder: Path) -> None:
     """Train all jobs on ``count`` processes. Errors are written to files: error-0, error-1 and so on."""
     start(count, _run_jobs, count, jobs, free_ports(len(jobs)), folder)
@@ -74,26 +85,29 @@ def _run_jobs(rank: int, count: int, jobs: list[Job], ports: list[int], folder: 
     """Train all jobs as one of the processes."""
     torch.set_num_threads(1)
     for job, port in zip(jobs, ports, strict=True):
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }  # fmt: skip
+        set_rank(rank, count, port)
         if rank == 0 and job.copy is not None:
             copy_run(job.copy[0], job.config.run, job.copy[1])
         if rank == 2 and job.full_disk:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
         if not job.full_disk:
             with pytest.MonkeyPatch.context() as patch:
+                if job is not jobs[0]:
+                    patch.setattr(loop, "plot_curves", _no_figure)  # it takes as long as two steps on four processes
                 if rank == 1 and job.signal_after is not None:
                     patch.setattr(PendingStep, "read", _signal_after(job.signal_after))
-                trained = train(job.config)
+                trained = loop.train(job.config)
             if job.signal_after is not None:
                 (folder / f"stopped-{rank}").write_text(f"{trained.step} {trained.signal}")
             continue
         with pytest.raises(UserError) as raised:
-            train(job.config)
+            loop.train(job.config)
         (folder / f"error-{rank}").write_text(str(raised.value))
         os._exit(0)  # as the command ends a process whose group has failed: see end_process_of_group
+
+
+def _no_figure(*args: Any, **options: Any) -> None:
+    """Draw no curves."""
 
 
 def _signal_after(step: int) -> Callable[..., StepNumbers]:
@@ -128,6 +142,6 @@ def curve(run: Path) -> dict[tuple[str, int], list[float]]:
     }
 
 
-def weights(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
+def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint."""
     return LanguageModel.from_pretrained(run / "checkpoints" / f"step-{step:08d}").state_dict()

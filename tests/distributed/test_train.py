@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import Job, copy_run, curve, make_config, run_jobs, weights, write_texts
+from training_runs import STEPS, Job, copy_run, curve, make_config, run_jobs, weights, write_texts
 
 import tfla.distributed
 from tfla._util.errors import UserError
@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(replace(fsdp, run=folder / "fsdp-cp-tp", parallel=CP_TP), copy=(folder / "fsdp", 2)),
         Job(replace(fsdp, run=folder / "fsdp-fsdp"), copy=(folder / "fsdp", 2)),
         Job(replace(fsdp, run=folder / "fsdp-tp", parallel=TP), copy=(folder / "fsdp", 2)),
-        Job(replace(fsdp, run=folder / "tp-tp", parallel=TP), copy=(folder / "tp", 4)),
+        Job(replace(fsdp, run=folder / "tp-tp", parallel=TP), copy=(folder / "tp", 2)),
         Job(replace(fsdp, run=folder / "one-tp", parallel=TP), copy=(folder / "one", 2)),
         Job(replace(fsdp, run=folder / "once", accumulate=2, parallel=ONCE)),
         Job(replace(fsdp, run=folder / "once-each", accumulate=2), copy=(folder / "once", 2)),
@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(replace(fsdp, run=folder / "gathered", precision="bfloat16", parallel=Parallel(gather_dtype="bfloat16"))),
         Job(replace(mixed, run=folder / "mixed-cp-tp", parallel=CP_TP)),
         Job(replace(mixed, run=folder / "mixed-zigzag", parallel=Parallel(cp=2, cp_order="zigzag"))),
-        Job(replace(mixed, run=folder / "mixed-fsdp-tp", parallel=TP), copy=(folder / "mixed-cp-tp", 4)),
+        Job(replace(mixed, run=folder / "mixed-fsdp-tp", parallel=TP), copy=(folder / "mixed-cp-tp", 2)),
         Job(replace(fsdp, run=folder / "stopped", **UNBROKEN), signal_after=1),
         Job(replace(fsdp, run=folder / "stopped", **UNBROKEN)),
         Job(replace(fsdp, run=folder / "full-disk"), copy=(folder / "fsdp", 2), full_disk=True),
@@ -88,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_has_the_curve_of_one_process(runs: Path, name: str) -> None:
     expected, found = curve(runs / "one"), curve(runs / name)
     assert list(found) == list(expected)
-    assert len(found) == 6 + 3
+    assert len(found) == STEPS + 3
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
 
@@ -125,7 +125,7 @@ def test_a_signal_of_one_process_stops_all_after_the_same_step(runs: Path) -> No
     assert all(torch.equal(again[key], expected[key]) for key in expected)
     assert [path.name for path in sorted((runs / "stopped" / "checkpoints").glob("step-*"))] == [
         "step-00000003",
-        "step-00000006",
+        f"step-{STEPS:08d}",
     ]
 
 
@@ -137,7 +137,7 @@ def test_one_process_continues_a_run_of_four(runs: Path) -> None:
     assert not [str(w.message) for w in shown if "torch.distributed" in str(w.message)]
     for key, values in curve(runs / "one").items():
         assert curve(runs / "tp-one")[key] == pytest.approx(values, rel=1e-4), key
-    assert (runs / "tp-one" / "checkpoints" / "step-00000006" / "model.safetensors").is_file()
+    assert (runs / "tp-one" / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors").is_file()
 
 
 def test_the_command_continues_a_run_on_as_many_processes_as_there_are(
@@ -151,7 +151,7 @@ def test_the_command_continues_a_run_on_as_many_processes_as_there_are(
 
 
 def test_the_command_names_the_sizes_of_a_run_that_do_not_fit(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["train", "--run", str(copy_run(runs / "fsdp-cp-tp", runs / "fsdp-cp-tp-command", 4))]
+    run = ["train", "--run", str(copy_run(runs / "fsdp-cp-tp", runs / "fsdp-cp-tp-command", 2))]
     assert main(run) == 1
     error = capsys.readouterr().err
     assert "torchrun --nproc-per-node 4 -m tfla train; the run so far had cp 2 and tp 2, to continue without: " in error
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_four_processes_is_read_on_one_device(runs: Path, tmp_pa
     assert list(sample(options)) == list(sample(replace(options, checkpoint=tmp_path)))
     tuned = make_config(runs, "tuned", steps=1, init_from=runs / "tp", model=Model(), optim=Optim(lr=1e-9))
     assert train(tuned).step == 1
-    assert curve(runs / "tuned")["eval", 0] == pytest.approx(curve(runs / "tp")["eval", 6], rel=1e-5)
+    assert curve(runs / "tuned")["eval", 0] == pytest.approx(curve(runs / "tp")["eval", STEPS], rel=1e-5)
 
 
 def test_a_full_disk_of_one_process_ends_all_of_them(runs: Path) -> None:
