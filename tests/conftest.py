@@ -25,6 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 collect_seldom()
 torch.set_num_threads(1)  # for small problems one thread is faster than two that wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
 if INTERPRETED:  # torch.empty fills what it allocates with NaN: a kernel that reads what none has written shows it

@@ -116,6 +116,7 @@ def main() -> int:
             path.write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--disable-warnings", *options]
         variables = os.environ | {"TFLA_LAYERS": "" if arguments.own else " ".join(arguments.layers)}
+        variables["OMP_NUM_THREADS"] = "1"  # two threads that wait for each other take up to twenty times as long
         return subprocess.run([*command, "tests/test_modeling_tfla.py"], cwd=folder, env=variables).returncode
 
 
