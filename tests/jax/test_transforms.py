@@ -58,6 +58,17 @@ def test_vmap_folds_a_batch() -> None:
     close(shared[0], h[0])
 
 
+@pytest.mark.parametrize("name", ["mlstm", "delta_rule"])
+def test_an_axis_of_vmap_divides_no_sequence(name: str) -> None:
+    """Gradients from outside would not find the axis, and those from inside would count a returned state twice."""
+    x = [jnp.stack([a, 2 * a]) for a in inputs()]
+    run = jax.vmap(lambda *x: getattr(tfla.jax, name)(*x, context_parallel="x"), axis_name="x")
+    message = "^context_parallel: got 'x', an axis of jax.vmap, expected an axis of the mesh of a jax.shard_map around"
+    for call in (run, jax.grad(lambda *x: run(*x).sum())):
+        with pytest.raises(ValueError, match=message):
+            call(*x)
+
+
 def test_checkpoint() -> None:
     x = inputs()
     close(jax.jit(jax.grad(jax.checkpoint(loss)))(x), jax.grad(loss)(x))

@@ -6,6 +6,7 @@ arrays that are traced cannot be checked.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import numbers
@@ -188,8 +189,8 @@ def check_context_parallel(axis: object, backend: str, allowed: tuple[str, ...])
         allowed: the backends that divide sequences.
 
     Raises:
-        TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with another
-            backend.
+        TypeError, ValueError: it is no string, no axis of a `shard_map` around the call, as axes of `jax.vmap` are
+            none, or together with another backend.
     """
     if axis is None:
         return
@@ -198,9 +199,11 @@ def check_context_parallel(axis: object, backend: str, allowed: tuple[str, ...])
     if backend not in allowed:
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"context_parallel: got it with backend {backend!r}, expected {names}")
-    try:
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis in mesh.manual_axes:
+        return
+    got = repr(axis)
+    with contextlib.suppress(NameError):  # the backward would not know that axis, or would count states several times
         jax.lax.axis_size(axis)
-    except NameError:
-        raise ValueError(
-            f"context_parallel: got {axis!r}, expected an axis of the mesh of a jax.shard_map around the call"
-        ) from None
+        got += ", an axis of jax.vmap"
+    raise ValueError(f"context_parallel: got {got}, expected an axis of the mesh of a jax.shard_map around the call")
