@@ -164,6 +164,22 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
         assert error(p.grad, expected[name]) <= 1e-12, name
 
 
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_goes_through_a_cache(layers: tuple[str, ...], reentrant: bool) -> None:
+    model, ids = make(layers).train(), draw(2, 12)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded).logits
+    (expected,) = torch.autograd.grad(logits, embedded, torch.cos(torch.arange(logits.numel())).reshape(logits.shape))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    cache = integration.TflaCache()
+    parts = [model(inputs_embeds=x, past_key_values=cache).logits for x in embedded.split((6, 5, 1), 1)]
+    found = torch.cat(parts, 1)
+    assert error(found, logits) <= 1e-12
+    found.backward(torch.cos(torch.arange(found.numel())).reshape(found.shape))
+    assert error(embedded.grad, expected) <= 1e-9
+
+
 def test_compiled_in_one_graph() -> None:
     model, ids = make(("mlstm_exp",), num_blocks=1), draw(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from tfla.integrations.transformers.cache import TflaCache, forget_rows
+from tfla.integrations.transformers.checkpointing import checkpointed
 from tfla.integrations.transformers.configuration import TflaConfig
 from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
@@ -34,6 +37,15 @@ class TflaBlock(GradientCheckpointingLayer, Block):
     device of its weights.
     """
 
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        """The checkpointing that transformers has set, with gradients through the tensors inside of states."""
+        return functools.partial(checkpointed, self._checkpoint)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
+        self._checkpoint = checkpoint
+
     def forward(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         """Run :meth:`Block.forward`, or for one token of each sequence :meth:`Block.step`, which overwrites the state.
 
@@ -43,6 +55,8 @@ class TflaBlock(GradientCheckpointingLayer, Block):
             options: the other arguments of :meth:`Block.forward`.
         """
         single = state is not None and x.shape[1] == 1 and not torch.is_grad_enabled()
+        # A checkpoint may turn gradients off and read the state again in its backward.
+        single = single and not (self.gradient_checkpointing and self.training)
         documents = any(options.get(name) is not None for name in ("document_start", "cu_seqlens"))
         if not single or documents or self._has_hooks_in_mixer():
             return super().forward(x, state, **options)
