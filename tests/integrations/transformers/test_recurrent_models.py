@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -228,6 +229,32 @@ def test_restore_undoes_it_exactly(make: Make, tokens: Tokens, name: str) -> Non
         with torch.no_grad():
             assert torch.equal(each(ids)[0], expected)
     assert [vars(module).keys() for module in model.modules()] == [attributes.keys() for attributes in before]
+
+
+@pytest.mark.parametrize("name", [*ONE_EACH, "bamba"])
+def test_copies_and_pickles_compute_with_tfla(make: Make, tokens: Tokens, name: str) -> None:
+    model, ids = accelerate(make(name, torch.float32)), tokens(2, 13)
+    with torch.no_grad():
+        expected = model(ids)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layers = recurrent_layers(other)
+        assert layers
+        for layer, own in zip(layers, recurrent_layers(model), strict=True):
+            assert layer.forward.__self__ is layer
+            assert layer.forward.__func__ is own.forward.__func__
+        with torch.no_grad():
+            assert torch.equal(other(ids)[0], expected)
+        restore(other)
+        assert not any("forward" in vars(layer) for layer in layers)
+
+
+def test_a_pickle_of_another_version_of_transformers_warns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = accelerate(make("mamba2", torch.float32))
+    kept, kind = pickle.dumps(model), type(recurrent_layers(model)[0])
+    monkeypatch.setattr(kind, "forward", lambda self, x: x)
+    with pytest.warns(UserWarning, match=r"^accelerate: a copied Mamba2Mixer computes with transformers again, whose"):
+        layer = recurrent_layers(pickle.loads(kept))[0]
+    assert layer(3) == 3
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -8,8 +8,8 @@ from torch import nn
 
 from tfla.backends import BACKENDS
 from tfla.integrations.transformers import xlstm
-from tfla.integrations.transformers.rebind import Function, check_forward, reset_forward, set_forward
-from tfla.integrations.transformers.recurrences import LAYERS, REFUSED, replaced_forward
+from tfla.integrations.transformers.rebind import check_forward, reset_forward, set_forward
+from tfla.integrations.transformers.recurrences import LAYERS, REFUSED, forward_of
 from tfla.ops.checks import check_chunk_size
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,12 +56,12 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
                     f"{option}: got {value!r} for a model with {name} ({type(layer).__name__}), expected None; xLSTM"
                     " alone takes it"
                 )
-    forwards = {name: _replaced_forward(name, layer) for name, layer in layers.items()}
-    for layer in layers.values():
+    for name, layer in layers.items():
+        _check_layer(name, layer)
         check_forward(layer)
     restore(model)  # from here on nothing is refused, which would leave a part of the layers switched
-    for name, layer in layers.items():
-        set_forward(layer, forwards[name])
+    for layer in layers.values():
+        set_forward(layer, forward_of)
     for backbone in backbones:
         xlstm.accelerate_backbone(backbone, chunk_size, backend)
     return model
@@ -107,8 +107,8 @@ def _find(model: nn.Module) -> tuple[list[Any], dict[str, nn.Module]]:
     return backbones, layers
 
 
-def _replaced_forward(name: str, layer: nn.Module) -> Function:
-    """Return what replaces the forward of a layer, or raise a ValueError."""
+def _check_layer(name: str, layer: nn.Module) -> None:
+    """Raise a ValueError for a layer whose forward cannot be replaced."""
     import transformers
 
     recurrence = LAYERS[type(layer).__name__]
@@ -118,7 +118,7 @@ def _replaced_forward(name: str, layer: nn.Module) -> Function:
             " name in transformers.models"
         )
     try:
-        return replaced_forward(type(layer).forward, recurrence.name)
+        forward_of(layer)
     except LookupError as error:
         raise ValueError(
             f"model: got {name} ({type(layer).__name__}) of transformers {transformers.__version__}, whose forward does"

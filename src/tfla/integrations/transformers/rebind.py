@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -11,32 +12,71 @@ from torch import nn
 
 Function = Callable[..., Any]
 
-MARK = "_replaced_by_tfla"  # an attribute of the functions that replace a module's forward
+
+class ReplacedForward:
+    """The forward of a single module that a function replaces.
+
+    It is copied and pickled with the module, where a bound method would become that of the class again.
+
+    Args:
+        module: the module.
+        find: returns the function, of the module and its inputs, for a module of this class.
+    """
+
+    def __init__(self, module: nn.Module, find: Callable[[nn.Module], Function]) -> None:
+        self.__self__, self.find = module, find
+        self.__func__ = find(module)
+        self.__name__ = "forward"
+        self.__signature__ = inspect.signature(MethodType(self.__func__, module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes it again: the module and what finds the function, which has no name to be found by."""
+        return _replaced_again, (self.__self__, self.find)
+
+
+def _replaced_again(module: nn.Module, find: Callable[[nn.Module], Function]) -> Function:
+    """Return the forward of a copy of a module, or its class's with a warning where there is nothing to replace."""
+    try:
+        return ReplacedForward(module, find)
+    except LookupError as error:
+        warnings.warn(
+            f"accelerate: a copied {type(module).__name__} computes with transformers again, whose forward does not"
+            f" call {error.args[0]}",
+            stacklevel=2,
+        )
+        return MethodType(type(module).forward, module)
 
 
 def check_forward(module: nn.Module) -> None:
     """Raise a ValueError where another program has replaced the forward of the module."""
     current = vars(module).get(_name_of_forward(module))
-    if current is None or hasattr(current, MARK) or getattr(current, "__func__", None) is type(module).forward:
+    if (
+        current is None
+        or isinstance(current, ReplacedForward)
+        or getattr(current, "__func__", None) is type(module).forward
+    ):
         return
     raise ValueError(
         f"model: got a {type(module).__name__} whose forward another program has replaced, expected its class's"
     )
 
 
-def set_forward(module: nn.Module, forward: Function) -> None:
-    """Make `forward`, a function of the module and its inputs, the forward of this module alone.
+def set_forward(module: nn.Module, find: Callable[[nn.Module], Function]) -> None:
+    """Make what `find` returns, a function of the module and its inputs, the forward of this module alone.
 
     :func:`check_forward` says whether that would undo what another program has done.
     """
-    setattr(forward, MARK, True)
-    setattr(module, _name_of_forward(module), MethodType(forward, module))
+    setattr(module, _name_of_forward(module), ReplacedForward(module, find))
 
 
 def reset_forward(module: nn.Module) -> None:
     """Give the module the forward of its class again, if :func:`set_forward` has replaced it."""
     name = _name_of_forward(module)
-    if not hasattr(vars(module).get(name), MARK):
+    if not isinstance(vars(module).get(name), ReplacedForward):
         return
     if name == "forward":
         del module.forward

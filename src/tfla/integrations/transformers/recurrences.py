@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from tfla.integrations.transformers import delta_rule, lightning, mamba2, packed
 from tfla.integrations.transformers.rebind import with_functions
 
@@ -86,8 +88,17 @@ REFUSED = {
 }
 
 
+def forward_of(layer: nn.Module) -> Function:
+    """Return what replaces the forward of a layer of :data:`LAYERS`.
+
+    Raises:
+        LookupError: the forward does not call a function that is to be replaced; the message is its name.
+    """
+    return _replaced_forward(type(layer).forward, LAYERS[type(layer).__name__].name)
+
+
 @functools.cache
-def replaced_forward(forward: Function, recurrence: str) -> Function:
+def _replaced_forward(forward: Function, recurrence: str) -> Function:
     """Return what replaces the forward of a class of this recurrence; the same function for all its layers.
 
     Raises:
