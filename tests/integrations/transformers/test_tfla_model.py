@@ -90,6 +90,30 @@ def test_documents_and_packed_sequences() -> None:
         model(ids, attention_mask=(ids > 30).long(), document_start=start)
 
 
+def test_indices_of_documents() -> None:
+    """Those of a collator, beside positions and alone; in a padded row; and of tokens after those of a cache."""
+    model, ids = make(), draw(1, 20)
+    expected = torch.cat([model(ids[:, a:b]).logits for a, b in ((0, 7), (7, 20))], 1)
+    features = [{"input_ids": part.tolist()} for part in (ids[0, :7], ids[0, 7:])]
+    for options in ({}, {"return_position_ids": False}, {"position_ids_start": 2}):
+        collate = transformers.DataCollatorWithFlattening(return_seq_idx=True, return_tensors="pt", **options)
+        batch = collate(features)
+        assert batch["seq_idx"].tolist() == [[0] * 7 + [1] * 13]
+        assert error(model(**batch).logits, expected) <= 1e-10, options
+    index = batch["seq_idx"]
+    mask = F.pad(torch.ones_like(ids), (3, 1))
+    padded = model(F.pad(ids, (3, 1)), attention_mask=mask, seq_idx=F.pad(index, (3, 1), value=-1)).logits
+    assert error(padded[:, 3:-1], expected) <= 1e-10
+    cache = integration.TflaCache()
+    slices = slice(0, 4), slice(4, 20)
+    found = [model(ids[:, at], past_key_values=cache, seq_idx=index[:, at]).logits for at in slices]
+    assert error(torch.cat(found, 1), expected) <= 1e-10
+    for block in model.model.blocks:
+        block.mixer.context_parallel = True
+    with pytest.raises(ValueError, match=r"^seq_idx: got a tensor with context parallelism, expected cu_seqlens, doc"):
+        model(ids, seq_idx=index)
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padding_changes_no_result(side: str) -> None:
     model, ids = make(), draw(2, 12)
@@ -290,6 +314,8 @@ STARTS = torch.tensor([[True, False, True, False, False]])
         ),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, r"position_ids: got shape \(1, 4\), expected \(1, 5\)"),
         ({"position_ids": torch.zeros(2, 5)}, r"position_ids: got shape \(2, 5\), expected \(1, 5\)"),
+        ({"seq_idx": torch.zeros(1, 5)}, "seq_idx: got dtype torch.float32, expected an int32 or int64 tensor"),
+        ({"seq_idx": torch.zeros(1, 4).int()}, r"seq_idx: got shape \(1, 4\), expected \(1, 5\)"),
         ({"labels": torch.ones(1, 4, dtype=torch.int64)}, r"labels: got shape \(1, 4\), expected \(1, 5\)"),
         ({"labels": torch.ones(1, 5)}, "labels: got a tensor of torch.float32, expected an int64 tensor"),
         ({"labels": torch.tensor([[1, 2, 999, 3, -100]])}, "labels: got 999, expected -100 or from 0 to "),

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from tfla.integrations.mamba.scan import check_sequence_ids
 from tfla.integrations.transformers.cache import TflaCache, forget_rows
 from tfla.integrations.transformers.checkpointing import checkpointed
 from tfla.integrations.transformers.configuration import TflaConfig
@@ -144,6 +146,7 @@ class TflaModel(TflaPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         document_start: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the normalized residual stream after the last block.
@@ -152,8 +155,8 @@ class TflaModel(TflaPreTrainedModel):
             input_ids: (B, T) int64 tokens, or None with inputs_embeds.
             attention_mask: (B, S), nonzero at tokens, with S >= T: earlier columns belong to tokens of the cache.
                 Padding may be anywhere in the first call of a batch. A row gets the results that it has alone.
-            position_ids: (B, T) int64; a position 0 is the first token of a document. It is read where no other
-                argument says where documents start; other values have no effect.
+            position_ids: (B, T) int64; a position 0 is the first token of a document. It is read without cu_seqlens and
+                document_start; other values have no effect.
             past_key_values: the cache of an earlier call, which this call advances; None is the start of a document.
             inputs_embeds: (B, T, d_model), embeddings in place of input_ids.
             use_cache: whether to return a cache; None is the config's ``use_cache``, and False while training.
@@ -161,6 +164,8 @@ class TflaModel(TflaPreTrainedModel):
             cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of packed sequences. ``cu_seq_lens_q``, which
                 transformers' collators give, is another name of it.
             document_start: (B, T) bool, as in :meth:`tfla.nn.LanguageModel.forward`.
+            seq_idx: (B, T) int, the index of the document to which a token belongs; a document also starts where it
+                changes. It is read without cu_seqlens and document_start.
             kwargs: ``return_dict``; further arguments of other models have no effect.
 
         Returns:
@@ -207,10 +212,10 @@ class TflaModel(TflaPreTrainedModel):
         if aligned is not None:
             if cu_seqlens is not None or document_start is not None:
                 raise ValueError("attention_mask: got padding together with documents, expected at most one of them")
-            document_start = aligned.starts(_starts(position_ids, x, continues=False, divided=False))
+            document_start = aligned.starts(_starts(position_ids, seq_idx, x, continues=False, divided=False))
             x = aligned.arrange(x)
         elif cu_seqlens is None and document_start is None:
-            document_start = _starts(position_ids, x, continues=state is not None, divided=group is not None)
+            document_start = _starts(position_ids, seq_idx, x, state is not None, group is not None)
         rows: Rows = {"document_start": document_start, "cu_seqlens": cu_seqlens}
 
         hidden_states, states = [], []
@@ -399,24 +404,37 @@ def _check_no_padding(group: Any, padded: bool, x: Tensor) -> None:
         raise ValueError("attention_mask: got padding with context parallelism, expected None or no padding")
 
 
-def _starts(position_ids: Tensor | None, x: Tensor, continues: bool, divided: bool) -> Tensor | None:
-    """Return where documents start (B, T) bool by positions; None where none starts after tokens of its row.
+def _starts(
+    position_ids: Tensor | None, seq_idx: Tensor | None, x: Tensor, continues: bool, divided: bool
+) -> Tensor | None:
+    """Return where documents start (B, T) bool; None where none starts after tokens of its row.
 
     Args:
         position_ids: (B, T) or (1, T) int64, or None.
+        seq_idx: (B, T) int, the index of each token's document, or None.
         x: (B, T, d_model), the embeddings.
         continues: whether tokens of a cache come before, of which some callers give the positions too.
         divided: whether other processes have other tokens of the rows; then all of them return a tensor.
 
     Raises:
-        ValueError: positions have another shape.
+        TypeError, ValueError: positions or indices do not fit.
     """
-    if position_ids is None or (continues and position_ids.shape[-1] != x.shape[1]):
+    starts = None
+    if position_ids is not None and not (continues and position_ids.shape[-1] != x.shape[1]):
+        B, T = x.shape[:2]
+        if tuple(position_ids.shape) not in ((B, T), (1, T), (T,)):
+            raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected ({B}, {T})")
+        starts = (position_ids == 0).expand(x.shape[:2])
+    if seq_idx is not None:
+        check_sequence_ids(seq_idx, x, "the embeddings")
+        if divided and starts is None:  # a process does not know the index before its own tokens
+            raise ValueError(
+                "seq_idx: got a tensor with context parallelism, expected cu_seqlens, document_start or position_ids"
+            )
+        changes = F.pad(seq_idx.diff(dim=1) != 0, (1, 0))
+        starts = changes if starts is None else starts | changes
+    if starts is None:
         return None
-    B, T = x.shape[:2]
-    if tuple(position_ids.shape) not in ((B, T), (1, T), (T,)):
-        raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected ({B}, {T})")
-    starts = (position_ids == 0).expand(x.shape[:2])
     # Without a cache a document starts at the first token anyway.
     if not divided and not torch.compiler.is_compiling() and not bool((starts if continues else starts[:, 1:]).any()):
         return None
