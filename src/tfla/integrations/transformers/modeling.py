@@ -48,6 +48,10 @@ class TflaBlock(GradientCheckpointingLayer, Block):
     def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
         self._checkpoint = checkpoint
 
+    @_gradient_checkpointing_func.deleter
+    def _gradient_checkpointing_func(self) -> None:
+        del self._checkpoint
+
     def forward(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         """Run :meth:`Block.forward`, or for one token of each sequence :meth:`Block.step`, which overwrites the state.
 
