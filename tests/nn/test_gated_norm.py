@@ -237,6 +237,28 @@ class TestLayer:
         for once, other in zip(found, expected, strict=True):
             check(once, other.double(), 2e-6)
 
+    def test_what_is_added_to_the_norm_of_heads_is_not_left_out(self, launches: list[str]) -> None:
+        """Hooks of the backward, another forward and a module around the norm."""
+        h, gate = torch.randn(2, 9, 3, 6, device=DEVICE, requires_grad=True), torch.randn(2, 9, 18, device=DEVICE)
+        norm = HeadNorm(3, 6, EPS, "rms").to(DEVICE)
+        handle = norm.register_full_backward_hook(lambda *_: launches.append("hook"))
+        gated_head_norm(norm, h, gate).sum().backward()
+        assert launches == ["hook"]
+        handle.remove()
+        expected = gated_head_norm(norm, h, gate)
+        assert launches[1:] == ["gated_norm"]
+        check(gated_head_norm(torch.nn.Sequential(norm), h, gate), expected.double(), 1e-6)  # type: ignore[arg-type]
+        norm.forward = lambda h: torch.zeros_like(h)  # type: ignore[method-assign]
+        assert not gated_head_norm(norm, h, gate).any()
+        assert launches[1:] == ["gated_norm"]
+
+    def test_weights_of_other_sizes_are_refused(self, layer: GatedNorm, launches: list[str]) -> None:
+        """The kernel would read beyond the weights, or of another row."""
+        for dim in (3, 12):
+            with pytest.raises(RuntimeError, match="must match"):
+                layer(*torch.randn(2, 2, 9, dim, device=DEVICE))
+        assert not launches
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

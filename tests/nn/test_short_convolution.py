@@ -209,6 +209,8 @@ class TestLayer:
         layer.batch_invariant = False
         packed = Documents(x[:1], None, torch.tensor([0, 4, 9], device=DEVICE))
         layer(x[:1], before, packed)  # inputs before packed sequences
+        with pytest.raises(RuntimeError, match="must match"):
+            layer(x[..., :4], None, documents)  # the weights have more channels
         assert not launches
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tfla.nn.mixers import plain_convolution
 from tfla.nn.mixers.eager_kernels import tensors_unsupported
 
-MAX_SIZE = 8  # the kernels are unrolled over pairs of the inputs that an output depends on
+MAX_SIZE = 8  # a thread has inputs and sums of so many tokens of its channels in registers
 TILE = {"TOKENS": 128, "CHANNELS": 256, "num_warps": 2}  # a program's tokens and channels, 4 channels a thread
 UNROLL = {"convolve": 8, "convolve_backward": 4}  # rows that a program loads at a time
 
@@ -30,6 +30,8 @@ def unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return why
     if not 1 <= weight.shape[1] <= MAX_SIZE:
         return f"it takes up to {MAX_SIZE} tokens"
+    if x.shape[2:] != weight.shape[:1]:
+        return "it takes weights for each channel"
     return None
 
 

@@ -31,6 +31,8 @@ def unsupported(h: Tensor, weight: Tensor, gate: Tensor | None) -> str | None:
         return why
     if not 1 <= h.shape[-1] <= LARGEST or (gate is not None and gate.shape != h.shape):
         return f"it takes rows of up to {LARGEST:,} numbers, and a gate for each number"
+    if h.shape[h.ndim - weight.ndim :] != weight.shape:
+        return "it takes a weight for each number of a row, or of a row of each head"
     return None
 
 

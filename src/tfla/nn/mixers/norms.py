@@ -63,14 +63,20 @@ def gated_head_norm(norm: HeadNorm, h: Tensor, gate: Tensor, batch_invariant: bo
     Returns:
         (..., heads * head_dim).
     """
-    hooks = norm._forward_hooks or norm._forward_pre_hooks  # those of users, and of tensor parallelism
-    if not (batch_invariant or hooks):
+    if not batch_invariant and _computes_as_class(norm):
         weight, by_heads = norm.weight.view(h.shape[-2:]), gate.unflatten(-1, h.shape[-2:])
         if fused_norm.unsupported(h, weight, by_heads) is None:
             options = fused_norm.Options(norm.eps, "sigmoid", centered=norm.kind == "layer")
             return fused_norm.gated_norm(h, weight, by_heads, options).flatten(-2)
     sigmoid = (INVARIANT if batch_invariant else ACTIVATIONS)["sigmoid"]
     return recomputed(partial(_plain_gated_head_norm, norm, sigmoid), gate, h)
+
+
+def _computes_as_class(norm: nn.Module) -> bool:
+    """Return whether nothing would be left out that users, tensor parallelism or wrappers have added to a call."""
+    if type(norm) is not HeadNorm or "forward" in norm.__dict__:
+        return False
+    return not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
 
 
 def _plain_gated_head_norm(norm: HeadNorm, sigmoid: Callable[[Tensor], Tensor], gate: Tensor, h: Tensor) -> Tensor:
