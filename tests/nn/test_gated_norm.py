@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 import torch
+from layer_kernels import DEVICE, RUNS, TOLERANCE, bfloat16, check  # noqa: F401
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,8 +16,6 @@ from tfla.nn.layers import HeadNorm
 from tfla.nn.mixers import fused_norm
 from tfla.nn.mixers.norms import GatedNorm, gated_head_norm
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # half a unit in the last place, and more
 EPS = 1e-5
 KINDS = [
     fused_norm.Options(EPS, "silu"),
@@ -37,22 +35,6 @@ CASES: dict[str, tuple[tuple[int, ...], set[str]]] = {
     "16-bit weight": ((9, 40), {"short weight"}),
     "a weight for each head": ((2, 300, 3, 20), {"heads"}),
 }
-runs = [
-    pytest.mark.gpu,
-    pytest.mark.interpreter,
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bfloat16() -> Iterator[None]:
-    """Let Triton's interpreter compute with bfloat16."""
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETED:
-            from interpreted_bfloat16 import use_bfloat16
-
-            use_bfloat16(patch)
-        yield
 
 
 def problem(case: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -84,12 +66,6 @@ def by_kernels(leaves: list[Tensor], kind: fused_norm.Options) -> Tensor:
     return fused_norm.gated_norm(h, weight, gate[0] if gate else None, kind)
 
 
-def check(found: Tensor, truth: Tensor, tolerance: float) -> None:
-    assert found.shape == truth.shape
-    error = (found.detach().double() - truth.detach()).norm()
-    assert error <= tolerance * truth.detach().norm(), error
-
-
 def check_call(leaves: list[Tensor], dy: Tensor, kind: fused_norm.Options) -> None:
     y = by_kernels(leaves, kind)
     gradients = torch.autograd.grad(y, leaves, dy)
@@ -113,7 +89,7 @@ def check_call(leaves: list[Tensor], dy: Tensor, kind: fused_norm.Options) -> No
 class TestKernels:
     """The kernels themselves."""
 
-    pytestmark = runs
+    pytestmark = RUNS
 
     def test_formula(self, case: str, dtype: torch.dtype, kind: fused_norm.Options) -> None:
         check_call(*problem(case, dtype), kind)
@@ -175,7 +151,7 @@ def make_inputs() -> list[Tensor]:
 class TestLayer:
     """The layer, which runs the kernels where they take a call."""
 
-    pytestmark = runs
+    pytestmark = RUNS
 
     def test_gradients_are_those_of_pytorch(self, layer: GatedNorm, launches: list[str]) -> None:
         inputs = make_inputs()

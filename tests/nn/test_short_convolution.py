@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_kernels import DEVICE, RUNS, TOLERANCE, bfloat16, check  # noqa: F401
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.nn.decode import capture_graph
 from tfla.nn.mixers import fused_convolution, plain_convolution
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.short_convolution import ShortConvolution
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # half a unit in the last place, and more
 # batch, tokens, channels, size, and what else there is
 CASES: dict[str, tuple[int, int, int, int, set[str]]] = {
     "one number": (1, 1, 1, 2, set()),
@@ -34,23 +31,6 @@ CASES: dict[str, tuple[int, int, int, int, set[str]]] = {
     "strides": (2, 9, 6, 4, {"strided", "history"}),
     "no tokens": (2, 0, 3, 4, {"history"}),
 }
-
-runs = [
-    pytest.mark.gpu,
-    pytest.mark.interpreter,
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bfloat16() -> Iterator[None]:
-    """Let Triton's interpreter compute with bfloat16."""
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETED:
-            from interpreted_bfloat16 import use_bfloat16
-
-            use_bfloat16(patch)
-        yield
 
 
 def problem(case: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None, int, Tensor]:
@@ -81,12 +61,6 @@ def by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | N
     return torch.stack(found, 1) if found else x[:, before:] * weight.sum()
 
 
-def check(found: Tensor, truth: Tensor, tolerance: float) -> None:
-    assert found.shape == truth.shape
-    error = (found.detach().double() - truth.detach()).norm()
-    assert error <= tolerance * truth.detach().norm(), error
-
-
 def pair(leaves: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x, weight and the bias or None."""
     return leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None
@@ -104,7 +78,7 @@ def pair(leaves: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
 class TestKernels:
     """The kernels themselves."""
 
-    pytestmark = runs
+    pytestmark = RUNS
 
     def test_formula(self, case: str, dtype: torch.dtype) -> None:
         leaves, first, before, dy = problem(case, dtype)
@@ -151,7 +125,7 @@ def make_inputs() -> tuple[Tensor, Tensor]:
 class TestLayer:
     """The layer, which runs the kernels where they take a call."""
 
-    pytestmark = runs
+    pytestmark = RUNS
 
     @pytest.mark.parametrize("with_history", [False, True])
     def test_layer_and_steps(self, layer: ShortConvolution, launches: list[str], with_history: bool) -> None:

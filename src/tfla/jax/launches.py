@@ -44,7 +44,7 @@ from tfla.jax.machine_code import with_machine_code
 
 TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which loads and launches kernels
 FIRST, LAST = (0, 10), (0, 12)  # versions of jaxlib with this target, the last excluded
-DESCRIPTORS = (0, 11, 1)  # the first version with TMA descriptors, and memory in which kernels make them
+DESCRIPTORS = (0, 11, 1)  # the first version with TMA descriptors; kernels that make some are tested from it on
 ASSEMBLED = (0, 11, 1)  # the first version that takes assembled kernels; older ones assemble PTX one after the other
 
 
