@@ -27,7 +27,7 @@ for suite in "$@"; do
     delta) time_suite delta delta --sustained 0 ;;
     delta_decode) time_suite delta_decode delta_decode --sustained 0 ;;
     steps | generate | speculate | first_calls) time_suite "$suite" "$suite" --sustained 0 ;;
-    train) time_suite train train_compiled --only torch.compile --lengths 5 --sustained 0 ;;
+    train) time_suite train train --lengths 3 5 --sustained 0 ;;
     *) echo "renew: no suite '$suite'; there are $SUITES delta delta_decode steps generate speculate first_calls train" >&2; exit 2 ;;
   esac
 done

@@ -26,6 +26,7 @@ def test_section() -> None:
     short = page_tables.renew(mark, {"jax": result})
     assert "| a GPU, 2026-11-25, ms | 128 x 256, 512 steps | 128 x 256, 8,192 steps |" in short
     assert "| JAX | 1.010 / - | 2.000 / - |" in short
+    assert "| JAX, times PyTorch | 1.010 / - | - / - |" in short
     assert page_tables.renew(short, {"jax": result}) == short
     text = section(result)
     assert "a GPU, 2026-11-25; jax 0.11.2." in text
@@ -51,9 +52,9 @@ def test_section_of_the_delta_rule() -> None:
     assert "### JAX beside PyTorch, 65,536 tokens: GDN, KDA\n" in text
     assert "| GDN 16 x 128 x 128, ms (first call; memory) | T = 8,192 |" in text
     assert "| JAX, forward + backward | 6.000 (9.5 s; 0.50 GiB) |" in text
-    assert "`python -m tfla.bench.jax_times --models gdn kda --out benchmarks/results/jax_delta.json`" in text
+    assert "`python -m tfla.bench.jax_times --models gdn kda --workers 1 --out benchmarks/results/jax.json`" in text
     mark = "<!-- table: jax_delta -->\n"
     assert page_tables.renew(mark, {}) == mark
-    short = page_tables.renew(mark, {"jax_delta": result})
+    short = page_tables.renew(mark, {"jax": result})
     assert "| a GPU, 2026-11-26, ms | GDN 16 x 128 x 128, 8,192 steps | KDA 32 x 128 x 128, 8,192 steps |" in short
     assert "| JAX | - / - | 2.000 / 6.000 |" in short

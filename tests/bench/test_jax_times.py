@@ -1,4 +1,4 @@
-"""The samples of `tfla.bench.jax_times`."""
+"""The calls and samples of `tfla.bench.jax_times`."""
 
 from __future__ import annotations
 
@@ -6,47 +6,67 @@ import argparse
 
 import pytest
 
-from tfla.bench import jax_times
+from tfla.bench import jax_calls, jax_times
+from tfla.bench.jax_calls import Operation, Ready
 
 
-@pytest.mark.parametrize(("seconds", "calls", "total"), [(1e-3, 20, 20 + 6 * 100), (0.05, 20, 7 * 20)])
-def test_samples_are_long_enough(seconds: float, calls: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short calls are repeated more often, and two runs come before those that count."""
+def test_samples_in_turn_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short calls are repeated more often, runs of two calls alternate, and two of each come before the samples."""
     now, waited = [0.0], []
-    monkeypatch.setattr(jax_times.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax_calls.time, "perf_counter", lambda: now[0])
 
-    def call() -> float:
-        now[0] += seconds
-        return now[0]
+    def ready(name: str, seconds: float) -> Ready:
+        def call() -> str:
+            now[0] += seconds
+            return name
 
-    found = jax_times._samples(call, waited.append, 5, calls)
-    assert found["seconds"] == pytest.approx(seconds)
-    assert found["samples"] == 5
-    assert len(waited) == 7
-    assert now[0] == pytest.approx(total * seconds)
+        return Ready("forward", 0.0, 0, call, waited.append)
+
+    found = jax_calls.samples_in_turn([ready("short", 1e-3), ready("long", 0.05)], 5, 20)
+    assert [times["seconds"] for times in found] == [pytest.approx(1e-3), pytest.approx(0.05)]
+    assert all(times["samples"] == 5 for times in found)
+    assert waited == ["short", "long"] * 7
+    assert now[0] == pytest.approx((20 + 6 * 100) * 1e-3 + 7 * 20 * 0.05)
 
 
 def test_cases() -> None:
-    """Lengths and head dims are those of the mLSTM; the delta rule has one problem for each model."""
+    """First calls have processes of their own, and samples of this library are taken in one, in turn."""
     options = argparse.Namespace(
         models=["mlstm", "gdn"], head_dims=["64x128"], forms=["exp"], lengths=[512, 1024],
-        names=["JAX", "mlstm_kernels.jax"],
+        names=["PyTorch", "JAX", "mlstm_kernels.jax"],
     )  # fmt: skip
-    found = jax_times._cases(options)
-    assert [(case.name, case.model, case.T) for case in found] == [
-        ("JAX", "mlstm", 512), ("mlstm_kernels.jax", "mlstm", 512), ("JAX", "mlstm", 1024),
-        ("mlstm_kernels.jax", "mlstm", 1024), ("JAX", "gdn", 8192),
+    own, others = jax_times._cases(options)
+    found = own + others
+    assert [case.names for case in others] == [("mlstm_kernels.jax",)] * 2
+    assert [(case.names, case.first, case.samples) for case in found] == [
+        *[((name,), True, False) for _ in range(3) for name in ("PyTorch", "JAX")],
+        *[(("PyTorch", "JAX"), False, True)] * 3,
+        *[(("mlstm_kernels.jax",), True, True)] * 2,
+    ]
+    assert [(case.operation.model, case.operation.T) for case in found[6:]] == [
+        ("mlstm", 512), ("mlstm", 1024), ("gdn", 8192), ("mlstm", 512), ("mlstm", 1024)
     ]  # fmt: skip
-    assert found[0].shapes[2] == (jax_times.TOKENS // 512, 512, 16, 128)
+    assert found[0].operation.shapes[2] == (jax_calls.TOKENS // 512, 512, 16, 128)
+
+
+def test_rows_of_several_processes_are_merged() -> None:
+    """What is known of a first call and the samples become one row; an error does not hide the other direction."""
+    facts = {"name": "JAX", "model": "gdn", "form": "", "heads": 16, "dqk": 128, "dhv": 128, "x": 8192}
+    forward = facts | {"direction": "forward"}
+    rows = [forward | {"first_seconds": 5.0}, facts | {"error": "no memory"}, forward | {"seconds": 1e-3}]
+    assert jax_times._merged(rows) == [
+        forward | {"first_seconds": 5.0, "seconds": 1e-3},
+        facts | {"error": "no memory"},
+    ]
 
 
 @pytest.mark.parametrize("model", ["mlstm", "gdn", "kda", "gla"])
 def test_small_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model runs on the CPU, by XLA, and gives a row for each direction."""
     pytest.importorskip("jax")
-    monkeypatch.setattr(jax_times, "TOKENS", 32)
-    monkeypatch.setattr(jax_times, "SAMPLE", 1e-9)
-    form = "exp" if model == "mlstm" else ""
-    rows = jax_times._from_jax(jax_times.Case("JAX", model, form, 1, 8, 16, 16), 1, 1, None, "chunkwise")
-    assert [row["direction"] for row in rows] == list(jax_times.DIRECTIONS)
-    assert all(row["seconds"] > 0 for row in rows)
+    monkeypatch.setattr(jax_calls, "TOKENS", 32)
+    monkeypatch.setattr(jax_calls, "SAMPLE", 1e-9)
+    operation = Operation(model, "exp" if model == "mlstm" else "", 1, 8, 16, 16)
+    rows = jax_times.measure(jax_times.Case(operation, ("JAX",), True, True), 1, 1, backend="chunkwise")
+    assert [row["direction"] for row in rows] == list(jax_calls.DIRECTIONS)
+    assert all(row["name"] == "JAX" and row["seconds"] > 0 and row["first_seconds"] > 0 for row in rows)

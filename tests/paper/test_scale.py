@@ -108,14 +108,13 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the training steps of one GPU."""
     results = tmp_path / "results"
     results.mkdir()
-    for name in ("train_eager", "train"):
-        shutil.copy(RESULTS / f"{name}.json", results)
+    shutil.copy(RESULTS / "train.json", results)
     return results
 
 
 def fake(folder: Path, suite: str, rows: list[dict[str, Any]]) -> None:
     """Write a result of two GPUs."""
-    result = json.loads((RESULTS / "train_eager.json").read_text())
+    result = json.loads((RESULTS / "train.json").read_text())
     result |= {"suite": suite, "axis": "T", "rows": rows}
     result["rates"]["link"] = {"seconds": 3e-5, "bytes_per_second": 2e11}
     (folder / f"{suite}.json").write_text(json.dumps(result))

@@ -17,11 +17,11 @@ def section(result: Row) -> str:
     rows = [row for row in result["rows"] if "seconds" in row]
     models = dict.fromkeys(_label(row).split()[0] for row in rows)
     timed = config.get("models", ["mlstm"])
-    stem = "jax" if "mlstm" in timed else "jax_delta"
     parts = [
         f"### JAX beside PyTorch, 65,536 tokens: {', '.join(models)}",
         f"{environment['device']}, {environment['date']}; {versions}. Public functions, bfloat16, jitted in JAX. "
-        f"Milliseconds: medians of {config['repeats']} runs of {config['calls']} calls back to back.",
+        f"Milliseconds: medians of {config['repeats']} runs of at least {config['calls']} calls back to back, of "
+        "PyTorch and JAX in turn.",
     ]
     for name in dict.fromkeys(map(_label, rows)):
         own = [row for row in rows if _label(row) == name]
@@ -35,7 +35,8 @@ def section(result: Row) -> str:
     parts += [f"Not timed: {text}." for text in errors]
     parts.append(
         "The first call includes compilation with empty caches. Memory is what a call allocates beyond its inputs. "
-        f"Reproduce: `python -m tfla.bench.jax_times --models {' '.join(timed)} --out benchmarks/results/{stem}.json`"
+        f"Reproduce: `python -m tfla.bench.jax_times --models {' '.join(timed)} --workers {config.get('workers', 1)} "
+        "--out benchmarks/results/jax.json`"
     )
     return "\n\n".join(parts)
 

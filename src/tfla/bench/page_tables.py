@@ -144,19 +144,21 @@ def delta(results: dict[str, Row]) -> str:
 
 def jax(results: dict[str, Row]) -> str:
     """Return the table of the mLSTM from JAX and from PyTorch by length; empty as long as it has not been timed."""
-    return _beside_pytorch(results.get("jax"))
+    return _beside_pytorch(results.get("jax"), delta=False)
 
 
 def jax_delta(results: dict[str, Row]) -> str:
     """Return the table of the delta rule and of GLA from JAX and from PyTorch; empty as long as it is not timed."""
-    return _beside_pytorch(results.get("jax_delta"))
+    return _beside_pytorch(results.get("jax"), delta=True)
 
 
-def _beside_pytorch(result: Row | None) -> str:
-    """Return a table of one result of `tfla.bench.jax_times`, with a column for each problem."""
-    if result is None:
+def _beside_pytorch(result: Row | None, delta: bool) -> str:
+    """Return a table of a result of `tfla.bench.jax_times`, a column for each problem of the mLSTM or of the others."""
+    timed = [] if result is None else [r for r in result["rows"] if "seconds" in r]
+    rows = [r for r in timed if (r.get("model", "mlstm") != "mlstm") == delta]
+    if result is None or not rows:
         return ""
-    environment, rows = result["environment"], [r for r in result["rows"] if "seconds" in r]
+    environment = result["environment"]
 
     def setup_of(row: Row) -> tuple[Any, ...]:
         return row.get("model", "mlstm"), row.get("heads", 16), row["dqk"], row["dhv"], row["x"]
@@ -167,11 +169,20 @@ def _beside_pytorch(result: Row | None) -> str:
         [name, *(" / ".join(_time(found.get((name, *setup, d), {})) for d in (FORWARD, BOTH)) for setup in setups)]
         for name in dict.fromkeys(r["name"] for r in rows)
     ]
+    if {"PyTorch", "JAX"} <= {row["name"] for row in rows}:
+        ratios = (" / ".join(_over_pytorch(found, setup, d) for d in (FORWARD, BOTH)) for setup in setups)
+        body.append(["JAX, times PyTorch", *ratios])
     header = [
         f"{'' if model == 'mlstm' else f'{model.upper()} {heads} x '}{dqk} x {dhv}, {x:,} steps"
         for model, heads, dqk, dhv, x in setups
     ]
     return table([f"{environment['device']}, {environment['date']}, ms", *header], body)
+
+
+def _over_pytorch(found: dict[tuple[Any, ...], Row], setup: tuple[Any, ...], direction: str) -> str:
+    """Return the time of JAX over that of PyTorch, or a dash where one is missing."""
+    own, torch = (found.get((name, *setup, direction)) for name in ("JAX", "PyTorch"))
+    return "-" if own is None or torch is None else f"{own['seconds'] / torch['seconds']:.3f}"
 
 
 def _of_one_device(
