@@ -16,8 +16,8 @@ of context parallelism are compiled, and with [only=NAME+NAME] only those of the
 layer is the kernel "convolution", with its size, the channels and the dtype in place of gate and dims, and [bias]
 [packed] [state]. The activations of the delta rule's inputs are the kernel "activations", with the activation of the
 gates, dqk and the dtype, and [channels]. The norm with an output gate is the kernel "norm", with the activation, the
-size of a row and the dtype, [first] where the gate comes first, and [centered] for LayerNorm. The losses of logits are
-the kernel "losses", with the vocabulary and the dtype.
+size of a row and the dtype, [first] where the gate comes first, [centered] for LayerNorm, and [skip] with a skip
+connection. The losses of logits are the kernel "losses", with the vocabulary and the dtype.
 """
 
 from __future__ import annotations
@@ -363,7 +363,8 @@ def gated_norm(activation: str, dim: str, dtype: str, *variant: str) -> None:
     h, gate = (torch.randn(T, int(dim), dtype=getattr(torch, dtype), requires_grad=True) for _ in range(2))
     weight = torch.randn(int(dim), requires_grad=True)
     options = fused_norm.Options(1e-5, activation, "first" in variant, "centered" in variant)  # type: ignore[arg-type]
-    fused_norm.gated_norm(h, weight, gate, options).sum().backward()
+    skip = fused_norm.Skip(torch.randn_like(h).requires_grad_(), torch.randn(32, requires_grad=True))
+    fused_norm.gated_norm(h, weight, gate, options, skip if "skip" in variant else None).sum().backward()
 
 
 def losses(vocabulary: str, dtype: str) -> None:

@@ -25,7 +25,7 @@ KINDS = [
 ]
 # the sizes of h, and what else there is
 CASES: dict[str, tuple[tuple[int, ...], set[str]]] = {
-    "one row": ((1, 3), set()),
+    "one row": ((1, 33), set()),  # of fewer numbers, gradients can cancel
     "several blocks of rows": ((2, 300, 128), set()),
     "odd sizes": ((3, 5, 7, 100), set()),
     "a row for each program": ((3, 4097), set()),
@@ -34,24 +34,36 @@ CASES: dict[str, tuple[tuple[int, ...], set[str]]] = {
     "no rows": ((0, 8), set()),
     "16-bit weight": ((9, 40), {"short weight"}),
     "a weight for each head": ((2, 300, 3, 20), {"heads"}),
+    "a skip connection": ((2, 150, 96), {"skip"}),
+    "a skip connection, strides": ((4, 6, 32), {"strided", "skip"}),
+    "a skip connection without a gate": ((3, 4098), {"no gate", "skip"}),
 }
 
 
 def problem(case: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Return h, weight and the gate, if there is one, and dy."""
+    """Return h, weight and, if there are such, the gate and the skip connection and its factors; and dy."""
     shape, having = CASES[case]
-    h, gate, dy = (torch.randn(*shape, device=DEVICE).to(dtype) for _ in range(3))
+    h, gate, v, dy = (torch.randn(*shape, device=DEVICE).to(dtype) for _ in range(4))
+    factors = torch.randn(3 if shape[-1] % 3 == 0 else 2, device=DEVICE)
     weight = torch.randn(shape[-2:] if "heads" in having else shape[-1], device=DEVICE)
     if "short weight" in having:
         weight = weight.to(dtype)
     if "strided" in having:
-        h, gate, dy = (t.mT.contiguous().mT for t in (h, gate, dy))
-    leaves = [h, weight] + [gate] * ("no gate" not in having)
+        h, gate, v, dy = (t.mT.contiguous().mT for t in (h, gate, v, dy))
+    leaves = [h, weight] + [gate] * ("no gate" not in having) + [v, factors] * ("skip" in having)
     return [t.requires_grad_() for t in leaves], dy
 
 
+def named(leaves: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Return h, weight, the gate, and the skip connection and its factors, from leaves that may lack the last two."""
+    h, weight, *more = leaves
+    return h, weight, more[: len(more) % 2], more[len(more) % 2 :]
+
+
 def by_formula(leaves: list[Tensor], kind: fused_norm.Options) -> Tensor:
-    h, weight, *gate = leaves
+    h, weight, gate, skip = named(leaves)
+    if skip:
+        h = h + skip[0] * skip[1].repeat_interleave(h.shape[-1] // len(skip[1]))
     s = torch.ones_like(h)
     if gate:
         s = gate[0].sigmoid() * (gate[0] if kind.activation == "silu" else 1.0)
@@ -62,8 +74,8 @@ def by_formula(leaves: list[Tensor], kind: fused_norm.Options) -> Tensor:
 
 
 def by_kernels(leaves: list[Tensor], kind: fused_norm.Options) -> Tensor:
-    h, weight, *gate = leaves
-    return fused_norm.gated_norm(h, weight, gate[0] if gate else None, kind)
+    h, weight, gate, skip = named(leaves)
+    return fused_norm.gated_norm(h, weight, gate[0] if gate else None, kind, fused_norm.Skip(*skip) if skip else None)
 
 
 def check_call(leaves: list[Tensor], dy: Tensor, kind: fused_norm.Options) -> None:
@@ -84,6 +96,7 @@ def check_call(leaves: list[Tensor], dy: Tensor, kind: fused_norm.Options) -> No
         ("odd sizes", torch.bfloat16),
         ("16-bit weight", torch.bfloat16),
         ("strides", torch.float16),
+        ("a skip connection", torch.bfloat16),
     ],
 )
 class TestKernels:
@@ -104,7 +117,7 @@ class TestKernels:
             found.append((y, *torch.autograd.grad(y, leaves, dy)))
         for once, again in zip(*found, strict=True):
             assert torch.equal(once, again)
-        alone = [t if t is leaves[1] else t[-1:].detach() for t in leaves]
+        alone = [t[-1:].detach() if t.shape == leaves[0].shape else t for t in leaves]
         assert torch.equal(by_kernels(alone, kind), found[0][0][-1:])
 
 
@@ -167,6 +180,25 @@ class TestLayer:
         expected = torch.autograd.grad(truth, [*wide, layer.weight], dy.double())
         for found, other in zip((y, *gradients), (truth, *expected), strict=True):
             check(found, other, 1e-6)
+
+    def test_a_skip_connection_is_added_before(self, layer: GatedNorm, launches: list[str]) -> None:
+        h, gate = make_inputs()
+        v, factors = torch.randn_like(h).requires_grad_(), torch.randn(3, device=DEVICE, requires_grad=True)
+        leaves, dy = [h, gate, v, factors, layer.weight], torch.randn_like(h)
+        y = layer(h, gate, fused_norm.Skip(v, factors))
+        found = y, *torch.autograd.grad(y, leaves, dy)
+        assert launches == ["gated_norm", "gated_norm_backward"]
+        second = torch.autograd.grad(layer(h, gate, fused_norm.Skip(v, factors)).sum(), v, create_graph=True)[0]
+        twice = torch.autograd.grad(second.square().sum(), leaves)
+        wide = [t.detach().double().requires_grad_() for t in leaves[:4]]
+        skip = fused_norm.Skip(wide[2], wide[3])
+        truth = layer.double()(*wide[:2], skip)
+        expected = truth, *torch.autograd.grad(truth, [*wide, layer.weight], dy.double())
+        for once, other in zip(found, expected, strict=True):
+            check(once, other, 1e-6)
+        second = torch.autograd.grad(layer(*wide[:2], skip).sum(), wide[2], create_graph=True)[0]
+        for once, other in zip(twice, torch.autograd.grad(second.square().sum(), [*wide, layer.weight]), strict=True):
+            check(once, other, 1e-5)
 
     def test_second_derivatives(self, layer: GatedNorm, launches: list[str]) -> None:
         inputs, found = make_inputs(), []
@@ -240,11 +272,14 @@ class TestLayer:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(2, 1111, 16, 256), (777, 8192)])
-def test_many_rows_and_cuda_graphs(shape: tuple[int, ...], dtype: torch.dtype, kind: fused_norm.Options) -> None:
-    """A graph replays the same bits, and errors are those of one rounding."""
-    h, gate, dy = (torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(3))
-    leaves = [t.requires_grad_() for t in (h, torch.randn(shape[-1], device="cuda"), gate)]
+@pytest.mark.parametrize(("shape", "parts"), [((2, 1111, 16, 256), 0), ((777, 8192), 0), ((3, 555, 4096), 64)])
+def test_many_rows_and_cuda_graphs(
+    shape: tuple[int, ...], parts: int, dtype: torch.dtype, kind: fused_norm.Options
+) -> None:
+    """A graph replays the same bits, and errors are those of one rounding; some rows have a skip connection."""
+    h, gate, v, dy = (torch.randn(*shape, device="cuda", dtype=dtype) for _ in range(4))
+    skip = [v, torch.randn(parts, device="cuda")] * bool(parts)
+    leaves = [t.requires_grad_() for t in (h, torch.randn(shape[-1], device="cuda"), gate, *skip)]
 
     def run() -> tuple[Tensor, ...]:
         with torch.enable_grad():  # a capture has no gradients

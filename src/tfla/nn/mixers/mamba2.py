@@ -12,6 +12,7 @@ from tfla.nn import batch_invariance
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Projection, Sharding, at_least_float32, input_std, local
 from tfla.nn.mixers.decay import DecayParameters
+from tfla.nn.mixers.fused_norm import Skip
 from tfla.nn.mixers.norms import GatedNorm
 from tfla.nn.mixers.passes import Pass
 from tfla.nn.mixers.recurrent import RecurrentMixer
@@ -57,5 +58,5 @@ class Mamba2(RecurrentMixer):
         dt = softplus(at_least_float32(self.dt_proj(x)) + dt_bias)
         h = run.linear_attention(q, k, v, -A_log.exp() * dt, dt.clamp(min=SMALLEST_STEP).log(), scale=1.0)
         heads = slice(self.first_head, self.first_head + v.shape[-2])  # of this process, under tensor parallelism
-        h = h + (v * local(self.D)[heads, None]).to(h.dtype)
-        return self.out_proj(self.norm(h.flatten(-2), self.gate_proj(x)))
+        skip = Skip(v.flatten(-2), local(self.D)[heads])
+        return self.out_proj(self.norm(h.flatten(-2), self.gate_proj(x), skip))

@@ -40,13 +40,21 @@ class GatedNorm(nn.Module):
         """Set the weights to 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Return the gated norm of h (..., dim) in h's dtype; gate has h's shape, None is no gate."""
+    def forward(self, h: Tensor, gate: Tensor | None = None, skip: fused_norm.Skip | None = None) -> Tensor:
+        """Return the gated norm of h (..., dim) in h's dtype.
+
+        Args:
+            h: (..., dim).
+            gate: (..., dim), or None for no gate.
+            skip: a skip connection that is added to h before, or None.
+        """
         weight, mesh = local(self.weight), sharding_mesh(self.weight)
         plain = self.batch_invariant or mesh is not None  # prefill and decoding have the same bits in PyTorch
-        if not plain and fused_norm.unsupported(h, weight, gate) is None:
+        if not plain and fused_norm.unsupported(h, weight, gate, skip) is None:
             options = fused_norm.Options(self.eps, self.activation, self.gate_first)
-            return fused_norm.gated_norm(h, weight, gate, options)
+            return fused_norm.gated_norm(h, weight, gate, options, skip)
+        if skip is not None:
+            h = skip.added_to(h)
         activation = (INVARIANT if self.batch_invariant else ACTIVATIONS)[self.activation]
         return recomputed(partial(plain_norm.gated_norm, self.eps, activation, self.gate_first, mesh), h, weight, gate)
 
