@@ -17,7 +17,8 @@ layer is the kernel "convolution", with its size, the channels and the dtype in 
 [packed] [state]. The activations of the delta rule's inputs are the kernel "activations", with the activation of the
 gates, dqk and the dtype, and [channels]. The norm with an output gate is the kernel "norm", with the activation, the
 size of a row and the dtype, [first] where the gate comes first, [centered] for LayerNorm, and [skip] with a skip
-connection. The losses of logits are the kernel "losses", with the vocabulary and the dtype.
+connection. The losses of logits are the kernel "losses", with the vocabulary and the dtype, and the rotary embedding is
+the kernel "rotation", with the channels of a head and the dtype.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.backends.delta import DeltaInputs
 from tfla.nn import LanguageModel, ModelConfig, capped_loss, fused_step
-from tfla.nn.mixers import fused_convolution, fused_norm
+from tfla.nn.mixers import fused_convolution, fused_norm, rotary
 from tfla.ops import fused_activations
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
@@ -367,6 +368,11 @@ def gated_norm(activation: str, dim: str, dtype: str, *variant: str) -> None:
     fused_norm.gated_norm(h, weight, gate, options, skip if "skip" in variant else None).sum().backward()
 
 
+def rotation(channels: str, dtype: str) -> None:
+    q = torch.randn(1, T, 4, int(channels), dtype=getattr(torch, dtype))
+    rotary._rotated(q, rotary.cos_sin(torch.arange(T), int(channels) // 2, torch.float32))
+
+
 def losses(vocabulary: str, dtype: str) -> None:
     x = torch.randn(4, int(vocabulary), dtype=getattr(torch, dtype), requires_grad=True)
     capped_loss._CappedLoss.apply(x, torch.zeros(4, dtype=torch.int64), 30.0).sum().backward()
@@ -387,6 +393,8 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             activations(*rest)
         elif kernel == "norm":
             gated_norm(*rest)
+        elif kernel == "rotation":
+            rotation(*rest)
         elif kernel == "losses":
             losses(*rest)
         elif kernel == "delta_steps":

@@ -98,6 +98,7 @@ CASES = {
         "5,1024,float32,bias,packed,state",
     ],
     "activations": ["softplus,128,bfloat16", "sigmoid,100,bfloat16,channels"],
+    "rotation": ["128,bfloat16"],
     "losses": ["50257,bfloat16", "50264,float32"],
     "norm": ["silu,256,bfloat16", "sigmoid,128,float32,centered", "silu,4096,bfloat16,first,skip"],
 }

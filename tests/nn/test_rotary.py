@@ -1,4 +1,4 @@
-"""The rotary embedding in eager mode on a GPU equals its formula."""
+"""The rotary embedding in eager mode on a GPU, and its kernel, equal their formula."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from layer_kernels import DEVICE, RUNS, TOLERANCE, bfloat16, check  # noqa: F401
 from torch import Tensor
 
+from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.nn.mixers import rotary
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -39,6 +41,42 @@ def test_rotation_and_its_gradients(device: str, dtype: torch.dtype, rows: int) 
     for found, other in ((y, truth), (dx, expected)):
         assert found.dtype == dtype
         assert (found.detach().double() - other).norm() <= ROUNDING[dtype] * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "dtype"),
+    [
+        ((2, 37, 3, 130), (1, 37), torch.float32),  # more than one program, channels that are no power of 2
+        ((3, 1, 2, 8), (3, 1), torch.float32),  # a step, each sequence at a position of its own
+        ((1, 5, 2, 2), (5,), torch.float16),
+        ((2, 20, 4, 128), (20,), torch.bfloat16),
+        ((0, 5, 2, 6), (5,), torch.float32),
+    ],
+)
+class TestKernel:
+    """The kernel itself."""
+
+    pytestmark = RUNS
+
+    def test_formula(
+        self, shape: tuple[int, ...], rows: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if INTERPRETED:  # where calls in bfloat16 run in PyTorch
+            monkeypatch.setattr(rotary, "tensors_unsupported", lambda *_: None)
+        launches: list[Any] = []
+        rotated = rotary._rotated
+        monkeypatch.setattr(rotary, "_rotated", lambda *x: [launches.append(x), rotated(*x)][1])
+        x, dy = (torch.randn(*shape, 2, device=DEVICE).to(dtype)[..., 0] for _ in range(2))
+        position = torch.randint(0, 50, rows, device=DEVICE)
+        table = rotary.cos_sin(position, shape[-1] // 2, torch.float32)
+        y = rotary._Rotation.apply(x.requires_grad_(), table)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        assert len(launches) == 2
+        wide = x.detach().double().requires_grad_()
+        truth = by_formula(wide, position)
+        for found, expected in ((y, truth), (dx, torch.autograd.grad(truth, wide, dy.double())[0])):
+            assert found.dtype == dtype
+            check(found, expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
