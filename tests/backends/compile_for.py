@@ -18,7 +18,7 @@ layer is the kernel "convolution", with its size, the channels and the dtype in 
 gates, dqk and the dtype, and [channels]. The norm with an output gate is the kernel "norm", with the activation, the
 size of a row and the dtype, [first] where the gate comes first, [centered] for LayerNorm, and [skip] with a skip
 connection. The losses of logits are the kernel "losses", with the vocabulary and the dtype, and the rotary embedding is
-the kernel "rotation", with the channels of a head and the dtype.
+the kernel "rotation", with the channels of a head and the dtype. With [rows], [low] is a pool in bfloat16.
 """
 
 from __future__ import annotations
@@ -181,6 +181,11 @@ def second_of_two() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def pool_dtype(variant: tuple[str, ...]) -> torch.dtype:
+    """The dtype of a pool of states."""
+    return torch.bfloat16 if "low" in variant else torch.float32
+
+
 def forward_and_backward(
     sizes: tuple[int, int], chunk_size: int, backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str,
     *variant: str,
@@ -201,7 +206,7 @@ def forward_and_backward(
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     if "rows" in variant:
-        pool = tfla.State.zeros(2, H, K, V, normalize=gate == "exp")
+        pool = tfla.State.zeros(2, H, K, V, normalize=gate == "exp", dtype=pool_dtype(variant))
         with torch.no_grad():
             operator(initial_state=pool, state_indices=torch.tensor([1, 0]), return_state=True, **options)
         return
@@ -268,7 +273,7 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
         rows = torch.tensor([1, 0] if "packed" in variant else [1])
         options |= {
             "state_indices": rows,
-            "initial_state": tfla.State(torch.zeros(2, heads, K, V)),
+            "initial_state": tfla.State(torch.zeros(2, heads, K, V, dtype=pool_dtype(variant))),
             "return_state": True,
         }
     if "normalized" in variant:

@@ -10,31 +10,45 @@ from typing import Any
 import pytest
 import torch
 from delta_cases import delta_problem
+from low_pools import LOW, rounding
 from test_hopper_delta import BACKEND, DEVICE, DTYPE, inputs, pytestmark, simulation
 
 import tfla
 from tfla.backends.base import FinalRows
 from tfla.ops.state_pool import PoolRows
 
-__all__ = ["pytestmark", "simulation"]
+__all__ = ["pytestmark", "rounding", "simulation"]
 
 
 @pytest.mark.parametrize(("model", "K"), [("gdn", 128), ("kda", 72), ("gla", 200)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_rows_are_the_states(model: str, K: int, dtype: torch.dtype) -> None:
     """Bit by bit those of states of their own: of rows in any order, of no row, and of one that the pool lacks."""
+    check_rows(model, K, dtype, torch.float32)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(("model", "K"), [("gdn", 128), ("kda", 72), ("gla", 200)])
+@pytest.mark.parametrize("of_pool", [dtypes[0] for dtypes in LOW], ids=str)
+def test_rows_of_16_bits_are_the_states(model: str, K: int, of_pool: torch.dtype) -> None:
+    """Kernels compute in float32, and round final states to the dtype of the pool."""
+    check_rows(model, K, torch.int32, of_pool)
+
+
+def check_rows(model: str, K: int, dtype: torch.dtype, of_pool: torch.dtype) -> None:
+    """Check calls with rows of a dtype in a pool of another, and with final rows in a pool of float32."""
     p = delta_problem(model, lengths=(3, 70, 0, 5, 9), H=2, Hq=2, K=K, V=136, dtype=DTYPE)
     x = inputs(p)
     spec = p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))._replace(save=False)
     assert x.C is not None
-    pages = torch.randn(7, 2, *x.C.shape[1:], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    pages = torch.randn(7, 2, *x.C.shape[1:], generator=torch.Generator().manual_seed(0)).to(DEVICE, of_pool)
     pool = pages[:, 1]  # rows that do not follow each other
     rows = torch.tensor([4, -1, 0, 9, 6], dtype=dtype, device=DEVICE)
-    C = pool[[4, 0, 0, 0, 6]].clone()
+    C = pool[[4, 0, 0, 0, 6]].float()
     C[1] = 0
     expected = BACKEND.forward(x._replace(C=C), spec)
     after = pages.clone()
-    after[[4, 0, 6], 1] = expected.C[[0, 2, 4]]
+    after[[4, 0, 6], 1] = expected.C[[0, 2, 4]].to(of_pool)
     without = pages.clone()
     h = BACKEND.forward_by_rows(x._replace(C=without[:, 1]), rows, spec._replace(final_state=False))
     assert torch.equal(without, pages)
@@ -47,7 +61,7 @@ def test_rows_are_the_states(model: str, K: int, dtype: torch.dtype) -> None:
     assert torch.equal(pages, after)
     # The final states of another pool, whose rows stand apart by another distance.
     others, final = torch.zeros(6, 3, *x.C.shape[1:], device=DEVICE), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
-    pages[[4, 0, 6], 1] = C[[0, 2, 4]]
+    pages[[4, 0, 6], 1] = C[[0, 2, 4]].to(of_pool)
     h = BACKEND.forward_by_rows(x._replace(C=pool), rows, spec, FinalRows(others[:, 2], final))
     assert h is not None
     assert torch.equal(h[:, :73], expected.h[:, :73])
@@ -66,7 +80,7 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller() -> None:
     wide = torch.zeros(2, 1, 64, 65, device=DEVICE)
     dense = delta_problem("gdn", T=7, B=2, H=1, Hq=1, K=64, V=64, dtype=DTYPE)
     for other in (
-        x._replace(C=x.C.half()), x._replace(C=wide[..., :64]), x._replace(C=wide[:0, ..., :64]), inputs(dense),
+        x._replace(C=x.C.double()), x._replace(C=wide[..., :64]), x._replace(C=wide[:0, ..., :64]), inputs(dense),
     ):  # fmt: skip
         assert BACKEND.forward_by_rows(other, rows, spec) is None
 
@@ -98,14 +112,25 @@ def test_a_batch_takes_the_rows(model: str, K: int, B: int, monkeypatch: pytest.
     assert found is pool
 
 
-@pytest.mark.parametrize(("backend", "B", "T"), [("triton", 3, 150), ("triton", 2, 40), ("hopper", 2, 150)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(
+    ("backend", "B", "T", "dtype", "of_pool"),
+    [
+        ("triton", 3, 150, torch.int32, torch.float32),
+        ("triton", 3, 150, torch.int64, torch.bfloat16),
+        ("triton", 2, 40, torch.int64, torch.float32),
+        ("hopper", 2, 150, torch.int32, torch.float32),
+        ("hopper", 2, 150, torch.int64, torch.bfloat16),
+        ("hopper", 2, 150, torch.int64, torch.float16),
+    ],
+    ids=str,
+)
 def test_segments_read_and_overwrite_the_rows(
-    backend: str, B: int, T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    backend: str, B: int, T: int, dtype: torch.dtype, of_pool: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel "segmented" has the bits of separate states: a row, no row, and one that the pool lacks."""
     x = inputs(delta_problem("gdn", B=B, T=T, H=2, Hq=1, K=64, V=72, dtype=DTYPE))
-    pages = torch.randn(4, 2, 2, 64, 72, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    pages = torch.randn(4, 2, 2, 64, 72, generator=torch.Generator().manual_seed(0)).to(DEVICE, of_pool)
     options: dict[str, Any] = {"backend": backend, "kernel": "segmented", "chunk_size": 64, "return_state": True}
 
     def call(state: tfla.State, **given: Any) -> Any:
@@ -114,7 +139,7 @@ def test_segments_read_and_overwrite_the_rows(
                 x.q, x.k, x.v, x.beta, x.log_f, normalize_qk=True, initial_state=state, **options | given
             )
 
-    expected, states = call(tfla.State(pages[[2, 0, 0][:B], 1]))
+    expected, states = call(tfla.State(pages[[2, 0, 0][:B], 1].float()))
     without, _ = call(tfla.State(torch.zeros_like(states.C)))
     for method in ("read", "write"):
         monkeypatch.setattr(PoolRows, method, lambda *_: pytest.fail("states are gathered or scattered"))
@@ -125,7 +150,7 @@ def test_segments_read_and_overwrite_the_rows(
     assert torch.equal(own, pages)
     h, _ = call(tfla.State(own[:, 1]), state_indices=rows)
     after = pages.clone()
-    after[2, 1] = states.C[0]
+    after[2, 1] = states.C[0].to(of_pool)
     assert torch.equal(own, after)
     for found in (read, h):
         assert torch.equal(found[0], expected[0])
@@ -141,7 +166,7 @@ def test_activations_before_segments_are_computed_once(monkeypatch: pytest.Monke
     expected = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=pool.gather([0]), **options)
     counted: list[int] = []
     monkeypatch.setattr("tfla.ops.delta_dispatch.activated_inputs", lambda x, *_, **__: counted.append(1) or x)
-    for own in (pool, tfla.State(pool.C.to(torch.float16))):
+    for own in (pool, tfla.State(pool.C.to(torch.float64))):
         h = tfla.delta_rule(x.q, x.k, x.v, x.beta, x.log_f, initial_state=own, state_indices=rows, **options)
         assert torch.equal(h, expected)
     assert counted == [1, 1]

@@ -15,6 +15,7 @@ import torch
 from cases import INTERPRETED, alike, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from low_pools import LOW, in_dtypes, rounding
 from test_hopper import simulation
 
 import tfla
@@ -24,7 +25,7 @@ from tfla.backends.gpu import replay
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.ops.state_pool import PoolRows
 
-__all__ = ["simulation"]
+__all__ = ["rounding", "simulation"]
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ON_HOPPER = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0))
@@ -89,15 +90,41 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=needs_hopper if case[0] == "hopper" else ()) for case in found]
 
 
+def low_cases() -> list[Any]:
+    """Return cases of each kernel that reads or stores C."""
+    found = [("triton", "exp", (40, 72), WHOLE), ("triton", "normalized", (40, 72), 64)]
+    found += [("triton", "sigmoid", (16, 160), WHOLE), ("tfla", "exp", (40, 72), 64)]
+    dims = {(128, 128): "exp", (256, 128): "exp", (64, 64): "exp", (512, 128): "plain"}
+    found += [("hopper", form, sizes, WHOLE) for sizes, form in dims.items()] + [("hopper", "exp", (128, 128), 64)]
+    return [pytest.param(*case, marks=needs_hopper if case[0] == "hopper" else ()) for case in found]
+
+
 @pytest.mark.parametrize(("backend", "form", "dims", "chunk_size"), cases())
 def test_rows_are_the_states(backend: str, form: str, dims: tuple[int, int], chunk_size: int) -> None:
     """Results equal those of separate states bit by bit: rows in any order, no row, and a row that the pool lacks."""
+    check_rows(backend, form, dims, chunk_size, (torch.float32,) * 3)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("dtypes", LOW, ids=str)
+@pytest.mark.parametrize(("backend", "form", "dims", "chunk_size"), low_cases())
+def test_rows_of_16_bits_are_the_states(
+    backend: str, form: str, dims: tuple[int, int], chunk_size: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Kernels compute in float32, and round final states to the dtypes of C, n and m of the pool."""
+    check_rows(backend, form, dims, chunk_size, dtypes)
+
+
+def check_rows(
+    backend: str, form: str, dims: tuple[int, int], chunk_size: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Check calls with rows of a pool, whose C, n and m have these dtypes, and rows of another one of their inverse."""
     name, kernel = implementation(backend)
     chosen = BACKENDS[name]
     x, spec = setting(form, dims, chunk_size, kernel=kernel)
-    pages = random_pages(x, 7, 2)
+    pages = in_dtypes(random_pages(x, 7, 2), dtypes)
     pool = page(pages, 1)  # rows that are not adjacent in memory
-    separate = pool.gather([4, 0, 0, 0, 6])
+    separate = in_dtypes(pool.gather([4, 0, 0, 0, 6]), (torch.float32,) * 3)
     separate.reset([1])
     expected = chosen.forward(with_state(x, separate), spec)
     # Without a normalizer n and m of the results are tensors without elements.
@@ -117,7 +144,7 @@ def test_rows_are_the_states(backend: str, form: str, dims: tuple[int, int], chu
             assert found[:, LACKING].isnan().all()
             assert torch.equal(found[:, LACKING.stop :], expected.h[:, LACKING.stop :])
     # The final states of another pool, whose rows stand apart by another distance.
-    others, rows = random_pages(x, 6, 3), torch.tensor(ROWS, device=DEVICE)
+    others, rows = in_dtypes(random_pages(x, 6, 3), dtypes[::-1]), torch.tensor(ROWS, device=DEVICE)
     after, final = others.clone(), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
     page(after, 2).scatter([0, 5, 1, 3], last.gather([0, 1, 2, 4]))
     C, n, m = page(others, 2)
@@ -185,13 +212,13 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller(backend: str) -> Non
     rows = torch.tensor([1, 0], device=DEVICE)
     wide = torch.zeros(2, 2, 64, 65, device=DEVICE)  # its first 64 columns are not contiguous
     not_packed = x._replace(cu_seqlens=None)
-    for C in (x.C.half(), wide[..., :64], wide[:0, ..., :64], x.C[:1].expand(2, -1, -1, -1)):
+    for C in (x.C.double(), wide[..., :64], wide[:0, ..., :64], x.C[:1].expand(2, -1, -1, -1)):
         assert chosen.forward_by_rows(x._replace(C=C), rows, spec) is None
     assert x.n is not None
     assert x.m is not None
     n_apart, m_apart = (t.mT.contiguous().mT for t in (x.n, x.m))
     of_one = x.n[:1].expand_as(x.n), x.m[:1].expand_as(x.m)
-    for n, m in ((x.n.half(), x.m), (x.n, x.m.double()), (n_apart, x.m), (x.n, m_apart), of_one):
+    for n, m in ((x.n.double(), x.m), (x.n, x.m.double()), (n_apart, x.m), (x.n, m_apart), of_one):
         assert chosen.forward_by_rows(x._replace(n=n, m=m), rows, spec) is None
     assert chosen.forward_by_rows(not_packed, rows, spec) is None
     if backend == "hopper":  # the kernels pad these heads
@@ -299,17 +326,17 @@ def same(a: tfla.State, b: tfla.State) -> bool:
     return all(s is t is None or torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("change", ["batch not outermost", "the same gates for all", "16 bits"])
+@pytest.mark.parametrize("change", ["batch not outermost", "the same gates for all", "64 bits"])
 def test_the_rows_of_other_batches_are_gathered(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where packing a batch would be a copy, and in a pool of 16 bits."""
+    """Where packing a batch would be a copy, and in a pool of float64."""
     x, pool = batch("exp", (40, 72), 4, 70)
     rows, options = torch.tensor([4, -1, 0, 2], device=DEVICE), {"backend": "triton"}
     if change == "batch not outermost":
         x = x._replace(v=x.v.transpose(0, 1).contiguous().transpose(0, 1))
     if change == "the same gates for all":
         x = x._replace(log_f=x.log_f[:1].expand(4, -1, -1))
-    if change == "16 bits":
-        pool = pool._replace(C=pool.C.half())
+    if change == "64 bits":
+        pool = pool._replace(C=pool.C.double())
     separate = pool.gather([4, 0, 0, 2])
     separate.reset([1])
     expected_h, states = attend("exp", x, separate._replace(C=separate.C.float()), return_state=True, **options)

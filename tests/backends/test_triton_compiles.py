@@ -275,6 +275,7 @@ def test_scans_on_rows_of_a_pool_compile(kernel_cache: Path) -> None:
     form = "triton,fused,exp,128,256,bfloat16,packed"
     jobs = [f"{gpu}:{form},rows,only=o_dv_scan" for gpu in IN_TURN]
     jobs += [f"{gpu}:{form},segmented,rows,only=pass_states" for gpu in IN_TURN]
+    jobs += [f"{gpu}:{form},segmented,rows,low,only=pass_states" for gpu in IN_TURN]  # in bfloat16
     answers = compile_kernels(jobs, kernel_cache)
     assert len(answers) == len(jobs)
     for answer in answers:

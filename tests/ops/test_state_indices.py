@@ -11,6 +11,7 @@ from cases import FORMS, alike, error, params, problem
 from delta_cases import delta_problem, options
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from low_pools import rounding
 from several_writes import writes_problem
 from steppers import Stepper, steppers
 from torch import Tensor
@@ -20,6 +21,8 @@ from tfla.backends import BACKENDS, DELTA_BACKENDS, Inputs, StepInputs
 from tfla.backends.base import StepSpec
 from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
 from tfla.ops.state_pool import PoolRows, as_packed
+
+__all__ = ["rounding"]
 
 Call = Callable[..., Any]
 ROWS, INDICES = 7, (5, -1, 0, 3)
@@ -327,21 +330,25 @@ def refused(*_: object) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(
+    ("dense", "dtype_of_pool"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("form", IN_KERNELS)
 def test_kernels_of_a_prefill_take_the_rows(
-    kernels: Stepper, form: str, dense: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: Stepper, form: str, dense: bool, dtype_of_pool: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit the results of states of their own, without a launch that gathers or scatters; also rows in pages."""
     call, pool = prefill(form, kernels.device, KERNEL_DTYPE[kernels.device], dense)
-    start = pool.gather([5, 1, 0, 3])
+    pool = tfla.State(pool.C.to(dtype_of_pool))
+    start = tfla.State(pool.gather([5, 1, 0, 3]).C.float())
     start.reset([1])
     expected_h, final = call(start, return_state=True, backend=kernels.backend)
     expected = pool.clone()
     expected.scatter([5, 0, 3], final.gather([0, 2, 3]))
     for method in ("read", "write"):
         monkeypatch.setattr(PoolRows, method, refused)
-    pages = torch.zeros(ROWS, 2, *pool.C.shape[1:], device=kernels.device)
+    pages = torch.zeros(ROWS, 2, *pool.C.shape[1:], dtype=dtype_of_pool, device=kernels.device)
     for own in (pool.clone(), tfla.State(pages[:, 1])):
         own.C.copy_(pool.C)
         for dtype in (torch.int64, torch.int32):
@@ -376,6 +383,22 @@ def test_kernels_of_a_prefill_write_no_row_out_of_range(
     for rest in (slice(lacking.start), slice(lacking.stop, None)):
         assert torch.equal(h[rest], expected_h[rest])
     assert same(own, expected)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("operator", [tfla.mlstm, tfla.delta_rule], ids=lambda operator: operator.__name__)
+def test_gradients_reach_a_pool_that_is_not_overwritten(kernels: Stepper, operator: Call) -> None:
+    """Also where nothing else has gradients."""
+    sizes = ((16,), (16,), (8,), (), ())
+    q, k, v, i, f = (torch.rand(4, 5, 2, *d, dtype=KERNEL_DTYPE[kernels.device], device=kernels.device) for d in sizes)
+    parts = [torch.ones(ROWS, 2, *d, device=kernels.device) for d in ((16, 8), (16,), ())]
+    pool = tfla.State(parts[0].requires_grad_(), *(parts[1:] if operator is tfla.mlstm else ()))
+    indices = torch.tensor(INDICES, device=kernels.device)
+    operator(
+        q, k, v, i, -f, initial_state=pool, state_indices=indices, backend=kernels.backend
+    ).sum().backward()  # fmt: skip
+    assert pool.C.grad is not None
+    assert pool.C.grad.flatten(1).any(1).tolist() == [row in INDICES for row in range(ROWS)]
 
 
 @pytest.mark.interpreter

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from low_pools import LOW, in_dtypes, rounding
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -18,7 +19,10 @@ from tfla.backends import BACKENDS
 from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.ops.state_pool import PoolRows
 
+__all__ = ["rounding"]
+
 H, K, V = 2, 16, 8
+WIDE = (torch.float32,) * 3  # the dtypes of C, n and m
 
 
 def problem(B: int, T: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -223,20 +227,21 @@ def test_kernels_of_triton(call: Callable[..., Any]) -> None:
 @pytest.mark.interpreter
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @each_call
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(("packed", "dtypes"), [(False, WIDE), (True, WIDE), (False, LOW[0]), (True, LOW[1])], ids=str)
 def test_kernels_of_triton_read_and_overwrite_the_rows(
-    call: Callable[..., Any], packed: bool, monkeypatch: pytest.MonkeyPatch
+    call: Callable[..., Any], packed: bool, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of separate states, without a copy: a row, no row, one that the pool lacks, and short sequences."""
     lengths, rows = ([70, 0, 5, 40, 37], [2, 0, 4, -1, 9]) if packed else ([70], [2])
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     x = problem(1, sum(lengths), torch.float32)
     pages = call(problem(12, 5, torch.float32), return_state=True)[1]
-    pages = State(*(None if t is None else t.unflatten(0, (6, 2)) for t in pages))
+    pages = in_dtypes(State(*(None if t is None else t.unflatten(0, (6, 2)) for t in pages)), dtypes)
     pool = State(*(None if t is None else t.clone()[:, 1] for t in pages))  # rows that do not follow each other
     options: dict[str, Any] = {"cu_seqlens": offsets if packed else None, "backend": "triton"}
     options |= {"return_state": True, "states_every": 32}
-    separate = pool.gather([row if 0 <= row < 6 else 0 for row in rows])
+    separate = in_dtypes(pool.gather([row if 0 <= row < 6 else 0 for row in rows]), WIDE)
     separate.reset([s for s, row in enumerate(rows) if row == -1])
     expected_h, last, expected = call(x, initial_state=separate, **options)
     after = pool.clone()

@@ -98,6 +98,10 @@ class Spec(NamedTuple):
     gates: Gates = "log"  # what the gates are: pre-activations of mLSTMexp or mLSTMsig, or log-gates; not clamped yet
 
 
+# The dtypes of a pool of states whose rows kernels read and overwrite; C, n and m may have different ones.
+POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class FinalRows(NamedTuple):
     """The pool that gets the final states where it is not the one of the initial states, and its rows."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import DeltaInputs, Inputs
-from tfla.backends.base import FinalRows
+from tfla.backends.base import POOL_DTYPES, FinalRows
 from tfla.ops import checks
 from tfla.ops.checked_values import checked_indices
 from tfla.ops.state import State
@@ -33,12 +33,18 @@ def checked(indices: Tensor, pool: State) -> Tensor:
 def state_of_plan(pool: State | None, sequences: int) -> State | None:
     """Return a state with which a call whose kernels may read rows of a pool is planned, or None where none can.
 
-    Kernels read rows of a pool in float32. The plan of a call depends on the shape and the dtype of its state alone, so
-    that the values are those of the first row for every sequence.
+    Kernels compute in float32 with rows of any of POOL_DTYPES. The plan of a call depends on the shape and the dtype of
+    its state alone, so that the values of the state are not set.
     """
-    if pool is None or not len(pool.C) or pool.C.dtype != torch.float32:
+    if pool is None or not len(pool.C) or any(t is not None and t.dtype not in POOL_DTYPES for t in pool):
         return None
-    return State(*(None if t is None else t[:1].expand(sequences, *t.shape[1:]) for t in pool))  # type: ignore[arg-type]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in pool):
+        return None
+
+    def planned(t: Tensor) -> Tensor:
+        return t.new_empty(1, dtype=torch.float32).expand(sequences, *t.shape[1:])
+
+    return State(*(None if t is None else planned(t) for t in pool))  # type: ignore[arg-type]
 
 
 def as_packed(x: AnyInputs) -> AnyInputs | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tfla.backends.base import packed_bounds
+from tfla.backends.base import POOL_DTYPES, packed_bounds
 from tfla.ops.state import State
 from tfla.ops.state_pool import NotInKernels, OtherRows, rows_that_exist
 
@@ -41,12 +41,17 @@ class PartsInRows:
 
     def __init__(self, part: Part, pool: State, indices: Tensor, cu_seqlens: Tensor | None, T: int, every: int) -> None:
         # The parts of a batch of several sequences are no packed sequences without a copy.
-        if (cu_seqlens is None and len(indices) != 1) or any(t is not None and t.dtype != torch.float32 for t in pool):
+        several = cu_seqlens is None and len(indices) != 1
+        if several or any(t is not None and t.dtype not in POOL_DTYPES for t in pool):
             raise NotInKernels
         self.part, self.pool, self.indices, self.cu_seqlens, self.every = part, pool, indices, cu_seqlens, every
         self.bounds = [(0, T)] if cu_seqlens is None else list(itertools.pairwise(packed_bounds(cu_seqlens, T)))
         between = T // every
-        self.between = State(*(None if t is None else t.new_zeros(between, *t.shape[1:]) for t in pool))  # type: ignore[arg-type]
+
+        def of_parts(t: Tensor) -> Tensor:
+            return t.new_zeros(between, *t.shape[1:], dtype=torch.float32)  # only the pool's states are rounded
+
+        self.between = State(*(None if t is None else of_parts(t) for t in pool))  # type: ignore[arg-type]
         self.hs: list[Tensor] = []
         self.taken: list[int] = []  # the steps in the order in which parts compute them
 
@@ -104,7 +109,7 @@ class PartsInRows:
         except NotInKernels:
             if not self.hs:
                 raise
-            h, last = self.part(steps, rows_that_exist(read, source).read_state(source), offsets, None)
+            h, last = self.part(steps, rows_that_exist(read, source).read_state(source, torch.float32), offsets, None)
             rows_that_exist(written, target).write_state(target, last)
         self.hs.append(h)
 

@@ -24,7 +24,7 @@ def copy_normalizers(
     Args:
         n, m: n, (H, DK), and m, (H), of row 0 of a pool of `size` rows, which are n_pitch and m_pitch apart.
         rows: the row of each sequence, (sequences); those that the pool does not have are read as zeros.
-        n_copy, m_copy: the results, (sequences, H, DK) and (sequences, H); m is clamped as gates are.
+        n_copy, m_copy: the results, (sequences, H, DK) and (sequences, H) float32; m is clamped as gates are.
     """
     count = sequences * H * DK  # fits into 32 bits: as many C would not fit into the memory of a GPU
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -33,7 +33,7 @@ def copy_normalizers(
         row = tl.load(rows + head // H, mask=e < count, other=-1).to(tl.int64)
         found = (row >= 0) & (row < size)
         tl.store(n_copy + e, tl.load(n + row * n_pitch + head % H * DK + k, mask=found, other=0.0), mask=e < count)
-        value = tl.load(m + row * m_pitch + head % H, mask=found & (k == 0), other=0.0)
+        value = tl.load(m + row * m_pitch + head % H, mask=found & (k == 0), other=0.0).to(tl.float32)
         tl.store(m_copy + head, clamp_gate(value), mask=(e < count) & (k == 0))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tfla.backends.base import FinalRows, Inputs
+from tfla.backends.base import POOL_DTYPES, FinalRows, Inputs
 from tfla.backends.delta import DeltaInputs
 
 
@@ -26,12 +25,13 @@ def can_be_indexed(x: Inputs | DeltaInputs, rows: Tensor, final_rows: FinalRows 
 def _has_index(pool: FinalRows) -> bool:
     """Return whether one index addresses each of the states of a pool, and there are rows.
 
-    Each C, n and m has to be contiguous and in float32, and the distance from one C to the next a multiple of its size.
+    Each C, n and m has to be contiguous and in one of POOL_DTYPES, and the distance from one C to the next a multiple
+    of its size.
     """
     if not (len(pool.rows) and pool.C.numel()):
         return False
     parts = [t for t in (pool.C, pool.n, pool.m) if t is not None]
-    if any(t.dtype != torch.float32 or not t[0].is_contiguous() for t in parts):
+    if any(t.dtype not in POOL_DTYPES or not t[0].is_contiguous() for t in parts):
         return False
     if any(t.stride(0) == 0 for t in parts):  # all rows would share one state
         return False

@@ -59,7 +59,7 @@ def _load_given(given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: 
         exists = inside
         if INDEXED:
             exists = inside & (row >= 0)
-        S = tl.load(given + (row * H + h).to(tl.int64) * SIZE + e, mask=exists, other=0.0)
+        S = tl.load(given + (row * H + h).to(tl.int64) * SIZE + e, mask=exists, other=0.0).to(tl.float32)
         if INDEXED:
             S = tl.where(row < -1, float("nan"), S)
     return e, inside, S
@@ -77,7 +77,8 @@ def pass_states(
         states: contributions S_c, (segments, H, SIZE); overwritten by the states.
         decays: decays a_c, (segments, H) float32.
         given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
-            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE. With INDEXED a pool, (rows, H, SIZE).
+            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE. With INDEXED a pool, (rows, H, SIZE), in any
+            float dtype.
         final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE. With
             INDEXED a pool too, which may be the same.
         cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN. With INDEXED the indices of the rows of

@@ -361,7 +361,7 @@ def store_state(C, index, ids, gmem, params, config, block: gl.constexpr = 0):
     """Store what the consumer holds of the state after work tile `index`, with STORE_FINAL_STATE."""
     if config.STORE_FINAL_STATE:
         pointers, exists = locate_state(gmem.state_out, index, ids, params, config, True, block)
-        gl.store(pointers, C, mask=exists)
+        gl.store(pointers, C.to(gmem.state_out.dtype.element_ty), mask=exists)
 
 
 # Scalar arguments that Triton must not specialize on, so that one compiled kernel serves all lengths.

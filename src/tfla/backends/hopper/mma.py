@@ -53,10 +53,13 @@ def load_block(pointers, at, H, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEX
 
 @gluon.jit
 def store_block(pointers, block, at, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
-    """Store a block (ROWS, COLUMNS) of the final state with index `at`; with INDEXED only if `at` is not negative."""
+    """Store a block (ROWS, COLUMNS) of the final state with index `at`.
+
+    With INDEXED it is rounded to the dtype of the pool, and stored only if `at` is not negative.
+    """
     if INDEXED:
         exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
-        gl.store(pointers, block, mask=exists)
+        gl.store(pointers, block.to(pointers.dtype.element_ty), mask=exists)
     else:
         gl.store(pointers, block)
 

@@ -71,7 +71,7 @@ def chunk_states(
         if INDEXED:
             place = tl.load(cu + sequences + 1 + s).to(tl.int64)
             C = tl.load(C_given + (place * H + h) * DK * DV + at, mask=inside & (place >= 0), other=0.0)
-            C = tl.where(place < -1, float("nan"), C)  # -2 stands for a row that the pool lacks
+            C = tl.where(place < -1, float("nan"), C.to(tl.float32))  # -2 stands for a row that the pool lacks
         else:
             C = tl.load(C_given + state.to(tl.int64) * DK * DV + at, mask=inside, other=0.0)
         if NORMALIZE:
