@@ -40,6 +40,9 @@ CASES = [
     "exp,128,256,bfloat16,packed,rows,low,only=o_dv_kernel",
     "exp,256,512,bfloat16,packed,rows,low,only=dq_dk_kernel",
     "exp,64,64,bfloat16,packed,rows,low,only=small_head_kernel",
+    "exp,96,200,bfloat16,packed,rows,only=o_dv_kernel",
+    "exp,160,320,bfloat16,packed,rows,only=dq_dk_kernel",
+    "exp,64,72,bfloat16,packed,rows,only=small_head_kernel",
 ]
 DELTA_CASES = [
     "gdn,128,128,bfloat16,float32",

@@ -104,6 +104,16 @@ class LaunchContext:
         return self.rows is not None and not self.segmented
 
     @property
+    def pool_dims(self) -> tuple[int, int]:
+        """The dqk and dhv of states in a pool, which has no padding."""
+        return int(self.x.q.shape[3]), int(self.x.v.shape[3])
+
+    @property
+    def state_dims(self) -> tuple[int, int]:
+        """The dqk and dhv of the initial and final states of scans in memory: those of a pool, or K and V."""
+        return self.pool_dims if self.indexed else (self.K, self.V)
+
+    @property
     def final_pool(self) -> Tensor | None:
         """The pool that gets the final C, with rows."""
         return self.x.C if self.final_rows is None else self.final_rows.C
@@ -116,7 +126,7 @@ class LaunchContext:
     @property
     def padded(self) -> bool:
         """True if the states have other head dims than the inputs."""
-        return (self.x.q.shape[3], self.x.v.shape[3]) != (self.K, self.V)
+        return self.pool_dims != (self.K, self.V)
 
     @property
     def stores_segment_states(self) -> bool:

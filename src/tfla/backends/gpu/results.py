@@ -118,8 +118,8 @@ def forward_results(ctx: LaunchContext, out: NewOutputs, starts: Pair) -> Output
     if ctx.spec.save and chunk_C is None:
         chunk_C = ctx.placeholder(0, ctx.H, x.q.shape[3], x.v.shape[3], dtype=stored_dtype(x, ctx.spec))
         chunk_n = ctx.placeholder(0, ctx.H, x.q.shape[3]) if ctx.spec.normalize else None
-    C, n = unpad_state(ctx, out.C, out.n)
-    C = C if ctx.rows is None else None
+    # With rows C is in its pool already, and `normalizer_rows.launch_store` reads n with its padding.
+    C, n = unpad_state(ctx, out.C, out.n) if ctx.rows is None else (None, out.n)
     none = ctx.placeholder(0)
     return Outputs(
         h=out.h,

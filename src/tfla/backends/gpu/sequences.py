@@ -57,7 +57,7 @@ def _store_places(places, rows, size, is_row, PITCH: tl.constexpr):
 def bound_sequences(
     cu, bounds, x0, x1, x2, x3, x4, n, m, n_copy, m_copy, entries, T, w0, w1, w2, w3, w4, H, n_pitch, m_pitch,
     TENSORS: tl.constexpr, BOUND: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, ROW_PITCH: tl.constexpr,
-    FINAL_PITCH: tl.constexpr, DK: tl.constexpr,
+    FINAL_PITCH: tl.constexpr, DK: tl.constexpr, POOL_DK: tl.constexpr,
 ):  # fmt: skip
     """Write the bounded offsets of cu (entries,) to `bounds` and clear steps of no sequence in x0 to x4.
 
@@ -93,7 +93,7 @@ def bound_sequences(
     if TENSORS > 4:
         _clear(x4, w4, first, last, T, BLOCK)
     if DK > 0:
-        copy_normalizers(n, m, x4, w4, n_copy, m_copy, entries - 1, H, n_pitch, m_pitch, DK, BLOCK)
+        copy_normalizers(n, m, x4, w4, n_copy, m_copy, entries - 1, H, n_pitch, m_pitch, DK, POOL_DK, BLOCK)
 
 
 def bound(ctx: LaunchContext, *results: Tensor) -> LaunchContext:
@@ -140,5 +140,6 @@ def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ..
     ctx.launch(bound_sequences, (max(1, min(processors(cu.device), programs)),),
         cu, cu if bounds is None else bounds, *tensors, *(normalizers or [cu] * 4), ctx.x.sequences + 1, ctx.T,
         *widths, ctx.H, *strides, TENSORS=len(results), BOUND=bounds is not None, ENTRIES=512, BLOCK=BLOCK,
-        ROW_PITCH=pitches[1], FINAL_PITCH=pitches[0], DK=ctx.K if normalizers else 0, num_warps=4,
+        ROW_PITCH=pitches[1], FINAL_PITCH=pitches[0], DK=ctx.K if normalizers else 0,
+        POOL_DK=ctx.pool_dims[0] if normalizers else 0, num_warps=4,
     )  # fmt: skip

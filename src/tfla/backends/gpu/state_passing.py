@@ -46,7 +46,24 @@ def _segments_of(cu, s, T, steps, IS_VARLEN: tl.constexpr):
 
 
 @triton.jit
-def _load_given(given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, INDEXED: tl.constexpr):
+def _locate(row, h, H, SIZE, e, inside, DV: tl.constexpr, POOL_DK: tl.constexpr, POOL_DV: tl.constexpr):
+    """Return where elements e of a state, of SIZE elements, are in states (rows, H, SIZE), and which of them exist.
+
+    With POOL_DV the states are (rows, H, POOL_DK, POOL_DV), without the padding of the state, which has DV columns.
+    """
+    at = (row * H + h).to(tl.int64)
+    if POOL_DV > 0:
+        k, v = e // DV, e % DV
+        return at * (POOL_DK * POOL_DV) + k * POOL_DV + v, inside & (k < POOL_DK) & (v < POOL_DV)
+    else:
+        return at * SIZE + e, inside
+
+
+@triton.jit
+def _load_given(
+    given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, INDEXED: tl.constexpr,
+    DV: tl.constexpr, POOL_DK: tl.constexpr, POOL_DV: tl.constexpr,
+):  # fmt: skip
     """Return the elements of a state that this program passes, (BLOCK), which of them exist, and their first values.
 
     `row` is the index of the program's sequence in `given`. With INDEXED, -1 stands for no row, whose state is zero,
@@ -56,10 +73,10 @@ def _load_given(given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: 
     inside = e < SIZE
     S = tl.zeros([BLOCK], tl.float32)
     if USE_INITIAL_STATE:
-        exists = inside
+        at, exists = _locate(row, h, H, SIZE, e, inside, DV, POOL_DK, POOL_DV)
         if INDEXED:
-            exists = inside & (row >= 0)
-        S = tl.load(given + (row * H + h).to(tl.int64) * SIZE + e, mask=exists, other=0.0).to(tl.float32)
+            exists = exists & (row >= 0)
+        S = tl.load(given + at, mask=exists, other=0.0).to(tl.float32)
         if INDEXED:
             S = tl.where(row < -1, float("nan"), S)
     return e, inside, S
@@ -69,7 +86,8 @@ def _load_given(given, row, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: 
 def pass_states(
     states, decays, given, final, cu, T, H, steps, SIZE,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
-    STORE_FINAL_STATE: tl.constexpr, INDEXED: tl.constexpr,
+    STORE_FINAL_STATE: tl.constexpr, INDEXED: tl.constexpr, DV: tl.constexpr, POOL_DK: tl.constexpr,
+    POOL_DV: tl.constexpr,
 ):  # fmt: skip
     """Replace the contribution of each segment by the state at its start, or with REVERSE by the cotangent at its end.
 
@@ -87,6 +105,8 @@ def pass_states(
         H: the number of heads.
         steps: the number of steps of a segment.
         SIZE: the number of elements of a state.
+        DV, POOL_DK, POOL_DV: the columns of a state, and the rows and columns of those in pools without its padding; or
+            zeros.
 
     The grid is (SIZE / BLOCK, sequences, H).
     """
@@ -97,7 +117,9 @@ def pass_states(
     if INDEXED:
         state_row = tl.load(cu + tl.num_programs(1) + 1 + s).to(tl.int64)
     # S is the running state.
-    e, inside, S = _load_given(given, state_row, h, H, SIZE, BLOCK, USE_INITIAL_STATE, INDEXED)
+    e, inside, S = _load_given(
+        given, state_row, h, H, SIZE, BLOCK, USE_INITIAL_STATE, INDEXED, DV, POOL_DK, POOL_DV
+    )  # fmt: skip
     row = (segment0 + (count - 1 if REVERSE else 0)) * H + h
     step = -H if REVERSE else H
     adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
@@ -112,7 +134,8 @@ def pass_states(
         if INDEXED:
             state_row = tl.load(cu + 2 * tl.num_programs(1) + 1 + s).to(tl.int64)
             inside = inside & (state_row >= 0)
-        tl.store(final + (state_row * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
+        at, inside = _locate(state_row, h, H, SIZE, e, inside, DV, POOL_DK, POOL_DV)
+        tl.store(final + at, S, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
@@ -127,7 +150,7 @@ def final_states(
     s = tl.program_id(1)
     h = tl.program_id(2)
     segment0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
-    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE, False)  # S: the running state
+    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE, False, 0, 0, 0)  # S: the state
     for c in range(0, count):
         row = (segment0 + (count - 1 - c if REVERSE else c)) * H + h
         adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
@@ -170,8 +193,10 @@ def launch(
     """
     size = states[0, 0].numel()
     block = min(1024, power_of_two(size))
+    padded = (ctx.V, *ctx.pool_dims) if indexed and ctx.padded else (0, 0, 0)
     ctx.launch(pass_states, (ceil_div(size, block), ctx.x.sequences, ctx.H),
         states, decays, states if given is None else given, states if final is None else final, ctx.cu_seqlens, ctx.T,
         ctx.H, steps or ctx.segment_steps, size, BLOCK=block, REVERSE=reverse, IS_VARLEN=ctx.packed,
-        USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, INDEXED=indexed, num_warps=4,
+        USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, INDEXED=indexed,
+        DV=padded[0], POOL_DK=padded[1], POOL_DV=padded[2], num_warps=4,
     )  # fmt: skip

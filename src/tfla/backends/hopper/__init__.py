@@ -137,10 +137,8 @@ class Hopper(Backend):
     def forward_by_rows(
         self, x: Inputs, rows: Tensor, spec: Spec, final_rows: FinalRows | None = None
     ) -> Tensor | None:
-        """Compute h and read and overwrite rows of the pool; None also where kernels pad states."""
+        """Compute h and read and overwrite rows of the pool, or return None."""
         if x.cu_seqlens is None or not pool_rows.can_be_indexed(x, rows, final_rows):
-            return None
-        if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):
             return None
         x, spec = _with_positive_scale(x, spec)
         return _family(x).run_forward_by_rows(x, spec, rows.contiguous(), final_rows)

@@ -118,6 +118,9 @@ class Config(NamedTuple):
     READER: Any  # NO_READER, QUERIES or READ_KEYS
     RESULT: Any  # what the store warp stores
     INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
+    STATE_DX: Any  # rows of `state_in` and `state_out`
+    STATE_DY: Any  # their columns
+    PADDED: Any  # with INDEXED: they are fewer than DX or DY, and the last rows or columns of states are zero
 
 
 class GlobalPointers(NamedTuple):
@@ -304,7 +307,25 @@ def state_block_pointers(state, at, ids, block: gl.constexpr, config):
     """Return pointers (64, 128) to one block of the consumer's part of state `at`; see `mma.state_pointers`."""
     column = ids.column + 128 * block
     return mma.state_pointers(
-        state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, mma.accumulator_layout(128),
+        state, at, ids.row, column, config.STATE_DX, config.STATE_DY, config.TRANSPOSED, mma.accumulator_layout(128)
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_state_block(state, at, ids, H, block: gl.constexpr, config):
+    """Load one block of the consumer's part of the initial state `at`, (64, 128)."""
+    return mma.load_block(
+        state_block_pointers(state, at, ids, block, config), at, H, ids.row, ids.column + 128 * block, config.STATE_DX,
+        config.STATE_DY, config.PADDED, 64, 128, config.INDEXED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_state_block(C, state, at, ids, block: gl.constexpr, config):
+    """Store one block of the consumer's part of the final state `at`, (64, 128)."""
+    mma.store_block(
+        state_block_pointers(state, at, ids, block, config), C, at, ids.row, ids.column + 128 * block, config.STATE_DX,
+        config.STATE_DY, config.PADDED, 64, 128, config.INDEXED,
     )  # fmt: skip
 
 
@@ -318,11 +339,9 @@ def load_initial_state(index, ids, gmem, params, config):
     N0, N1 = normalizer.empty_n(), normalizer.empty_n()
     if config.USE_INITIAL_STATE:
         at = scheduler.state_index(index, params, config.INDEXED)
-        pointers = state_block_pointers(gmem.state_in, at, ids, 0, config)
-        C0 = mma.load_block(pointers, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
+        C0 = load_state_block(gmem.state_in, at, ids, params.H, 0, config)
         if config.BLOCKS == 2:
-            pointers = state_block_pointers(gmem.state_in, at, ids, 1, config)
-            C1 = mma.load_block(pointers, at, params.H, 64, 128, config.INDEXED)  # (64, 128)
+            C1 = load_state_block(gmem.state_in, at, ids, params.H, 1, config)
         if config.INDEXED:
             at = scheduler.state_index(index, params)
         if config.NORMALIZE:
@@ -337,11 +356,9 @@ def load_initial_state(index, ids, gmem, params, config):
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
     at = scheduler.state_index(index, params, config.INDEXED, True)
-    pointers = state_block_pointers(gmem.state_out, at, ids, 0, config)
-    mma.store_block(pointers, acc.C0, at, 64, 128, config.INDEXED)
+    store_state_block(acc.C0, gmem.state_out, at, ids, 0, config)
     if config.BLOCKS == 2:
-        pointers = state_block_pointers(gmem.state_out, at, ids, 1, config)
-        mma.store_block(pointers, acc.C1, at, 64, 128, config.INDEXED)
+        store_state_block(acc.C1, gmem.state_out, at, ids, 1, config)
     if config.INDEXED:
         at = scheduler.state_index(index, params)
     if config.NORMALIZE:
@@ -736,6 +753,7 @@ def dq_dk_kernel(
     FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr,
     SAVE_SUMS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
     SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr, INDEXED: gl.constexpr,
+    STATE_DX: gl.constexpr, STATE_DY: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, or with REVERSE dk, or with TRANSPOSED o or dv.
 
@@ -802,6 +820,7 @@ def dq_dk_kernel(
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
             FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT, INDEXED=INDEXED,
+            STATE_DX=STATE_DX, STATE_DY=STATE_DY, PADDED=STATE_DX != DX or STATE_DY != DY,
         ),
     )  # fmt: skip
 

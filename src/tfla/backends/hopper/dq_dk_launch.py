@@ -156,6 +156,7 @@ def launch(
     vectors = gates.vectors
     C, n, C_final, n_final = (vectors if t is None else t for t in (*initial, *final))
     DX, DY = (ctx.V, ctx.K) if transposed else (ctx.K, ctx.V)
+    state_dims = ctx.state_dims[::-1] if transposed else ctx.state_dims
     splits = host.num_splits(DY)
     grid = host.grid(ctx, DX // host.STATE_ROWS * splits)
     zero_counts = vectors if splits == 1 else ctx.zeros(grid[0] * grid[1] // PAIR.value, dtype=torch.int32)
@@ -168,5 +169,6 @@ def launch(
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
         NORMALIZE=ctx.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
         FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, READER=reader.value,
-        SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed, num_warps=4,
+        SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed,
+        STATE_DX=state_dims[0], STATE_DY=state_dims[1], num_warps=4,
     )  # fmt: skip

@@ -38,27 +38,51 @@ def state_pointers(
 
 
 @gluon.jit
-def load_block(pointers, at, H, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
+def block_exists(
+    at, row, column, DX: gl.constexpr, DY: gl.constexpr, PADDED: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Return which elements of a block (ROWS, COLUMNS) exist: none if `at` is negative.
+
+    With PADDED those that are not inside of a state (DX, DY) do not exist, either; the block is from `row` and `column`
+    on.
+    """
+    layout: gl.constexpr = accumulator_layout(COLUMNS)
+    exists = gl.zeros([ROWS, COLUMNS], gl.int32, layout) + at >= 0
+    if PADDED:
+        r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+        c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+        exists = exists & (row + r < DX) & (column + c < DY)
+    return exists
+
+
+@gluon.jit
+def load_block(
+    pointers, at, H, row, column, DX: gl.constexpr, DY: gl.constexpr, PADDED: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, INDEXED: gl.constexpr,
+):  # fmt: skip
     """Load a block (ROWS, COLUMNS) of the initial state with index `at`, in float32.
 
-    With INDEXED, `at` is an index in a pool of states of H heads (`scheduler.state_index`). The block is then zero if
-    the sequence has no row, and NaN if the pool lacks its row.
+    With INDEXED, `at` is an index in a pool of states of H heads (`scheduler.state_index`). The block is then zero
+    where it does not exist, see `block_exists`, and NaN if the pool lacks the row of the sequence.
     """
     if INDEXED:
-        exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
+        exists = block_exists(at, row, column, DX, DY, PADDED, ROWS, COLUMNS)
         return gl.where(at < -H, float("nan"), gl.load(pointers, mask=exists, other=0.0).to(gl.float32))
     else:
         return gl.load(pointers).to(gl.float32)
 
 
 @gluon.jit
-def store_block(pointers, block, at, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INDEXED: gl.constexpr):
+def store_block(
+    pointers, block, at, row, column, DX: gl.constexpr, DY: gl.constexpr, PADDED: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, INDEXED: gl.constexpr,
+):  # fmt: skip
     """Store a block (ROWS, COLUMNS) of the final state with index `at`.
 
-    With INDEXED it is rounded to the dtype of the pool, and stored only if `at` is not negative.
+    With INDEXED it is rounded to the dtype of the pool, and only what exists is stored, see `block_exists`.
     """
     if INDEXED:
-        exists = gl.zeros([ROWS, COLUMNS], gl.int32, accumulator_layout(COLUMNS)) + at >= 0
+        exists = block_exists(at, row, column, DX, DY, PADDED, ROWS, COLUMNS)
         gl.store(pointers, block.to(pointers.dtype.element_ty), mask=exists)
     else:
         gl.store(pointers, block)

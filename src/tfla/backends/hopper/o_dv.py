@@ -90,6 +90,9 @@ class Config(NamedTuple):
     SAVE_D: Any  # store d to `d_out`
     COMPUTE_DP_OFFSET: Any  # replace -u in the gate vector DELTA_P by delta, the offset of dP: -u (y . y2), y2 being h
     INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
+    STATE_DK: Any  # dqk of `state_in` and `state_out`
+    STATE_DV: Any  # their dhv
+    PADDED: Any  # with INDEXED: they are less than DK or DV, and the last rows or columns of states are zero
 
 
 class GlobalPointers(NamedTuple):
@@ -199,10 +202,30 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
 @gluon.jit
 def transposed_state_pointers(state, at, column, config):
     """Return pointers (64, dqk) to the transpose of 64 columns, from `column` on, of state `at`, (dqk, dhv)."""
+    DK: gl.constexpr = config.STATE_DK
+    DV: gl.constexpr = config.STATE_DV
     layout: gl.constexpr = mma.accumulator_layout(config.DK)
     v = column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, config.DK, gl.SliceLayout(0, layout))
-    return state + at.to(gl.int64) * (config.DK * config.DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * config.DV
+    return state + at.to(gl.int64) * (DK * DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * DV
+
+
+@gluon.jit
+def load_columns(state, at, column, H, config):
+    """Load the transpose of 64 columns, from `column` on, of the initial state `at`, (64, dqk)."""
+    pointers = transposed_state_pointers(state, at, column, config)
+    return mma.load_block(
+        pointers, at, H, column, 0, config.STATE_DV, config.STATE_DK, config.PADDED, 64, config.DK, config.INDEXED
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_columns(C, state, at, column, config):
+    """Store C, (64, dqk), as the transpose of 64 columns, from `column` on, of the final state `at`."""
+    pointers = transposed_state_pointers(state, at, column, config)
+    mma.store_block(
+        pointers, C, at, column, 0, config.STATE_DV, config.STATE_DK, config.PADDED, 64, config.DK, config.INDEXED
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -214,10 +237,8 @@ def load_initial_state(index, ids, gmem, params, config):
     if config.USE_INITIAL_STATE:
         at = scheduler.state_index(index, params, config.INDEXED)
         if config.BLOCKS == 2:
-            pointers = transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)
-            C1 = mma.load_block(pointers, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
-        pointers = transposed_state_pointers(gmem.state_in, at, ids.column, config)
-        C0 = mma.load_block(pointers, at, params.H, 64, config.DK, config.INDEXED)  # (64, dqk)
+            C1 = load_columns(gmem.state_in, at, ids.column + 64, params.H, config)
+        C0 = load_columns(gmem.state_in, at, ids.column, params.H, config)
         if config.NORMALIZE:
             if config.INDEXED:
                 at = scheduler.state_index(index, params)
@@ -230,10 +251,8 @@ def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
     at = scheduler.state_index(index, params, config.INDEXED, True)
     if config.BLOCKS == 2:
-        pointers = transposed_state_pointers(gmem.state_out, at, ids.column + 64, config)
-        mma.store_block(pointers, acc.C1, at, 64, config.DK, config.INDEXED)
-    pointers = transposed_state_pointers(gmem.state_out, at, ids.column, config)
-    mma.store_block(pointers, acc.C0, at, 64, config.DK, config.INDEXED)
+        store_columns(acc.C1, gmem.state_out, at, ids.column + 64, config)
+    store_columns(acc.C0, gmem.state_out, at, ids.column, config)
     if config.NORMALIZE:
         if config.INDEXED:
             at = scheduler.state_index(index, params)
@@ -528,7 +547,7 @@ def o_dv_kernel(
     REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, COMPUTE_DP_OFFSET: gl.constexpr, IS_VARLEN: gl.constexpr,
     GATES: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
-    INDEXED: gl.constexpr,
+    INDEXED: gl.constexpr, STATE_DK: gl.constexpr, STATE_DV: gl.constexpr,
 ):  # fmt: skip
     """Compute o, or with REVERSE dv.
 
@@ -577,6 +596,7 @@ def o_dv_kernel(
             DK=DK, DV=DV, BLOCKS=BLOCKS, L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             SAVE_D=SAVE_D, COMPUTE_DP_OFFSET=COMPUTE_DP_OFFSET, INDEXED=INDEXED,
+            STATE_DK=STATE_DK, STATE_DV=STATE_DV, PADDED=STATE_DK != DK or STATE_DV != DV,
         ),
     )  # fmt: skip
 
@@ -676,7 +696,8 @@ def launch(
         DK=ctx.K, DV=ctx.V, BLOCKS=blocks, L=ctx.L, STAGES=RING_STAGES if h is None else RING_STAGES_WITH_H,
         REVERSE=reverse, IS_SEGMENTED=ctx.segmented, USE_INITIAL_STATE=initial[0] is not None,
         STORE_FINAL_STATE=final[0] is not None, NORMALIZE=ctx.spec.normalize and not reverse, SAVE_D=d is not None,
-        COMPUTE_DP_OFFSET=h is not None, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed, num_warps=4,
+        COMPUTE_DP_OFFSET=h is not None, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed,
+        STATE_DK=ctx.state_dims[0], STATE_DV=ctx.state_dims[1], num_warps=4,
     )  # fmt: skip
 
 

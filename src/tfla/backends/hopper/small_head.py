@@ -97,6 +97,9 @@ class Config(NamedTuple):
     COMPUTE_DP_OFFSET: Any  # compute delta in the scan for dq: the gate vector DELTA_P holds -u before
     HAS_CHECKPOINTS: Any  # store states at checkpoints, or against time read them
     INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
+    STATE_DK: Any  # dqk of `state_in` and `state_out`
+    STATE_DV: Any  # their dhv
+    PADDED: Any  # with INDEXED: they are less than DK or DV, and the last rows or columns of states are zero
 
 
 class GlobalPointers(NamedTuple):
@@ -318,6 +321,15 @@ def store_shared_state(C, N, c, n, NORMALIZE: gl.constexpr):
 
 
 @gluon.jit
+def state_pointers(state, at, config):
+    """Return pointers (dqk, dhv) to state `at`."""
+    layout: gl.constexpr = mma.accumulator_layout(config.DV)
+    return mma.state_pointers(
+        state, at, 0, 0, config.STATE_DK, config.STATE_DV, False, layout, config.DK, config.DV
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
     """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
     of_v: gl.constexpr = mma.accumulator_layout(config.DV)
@@ -326,10 +338,10 @@ def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
     total = ids.one.to(gl.float32) + 1.0
     if config.USE_INITIAL_STATE:
         at = scheduler.state_index(index, params, config.INDEXED) * config.HEADS + head
-        pointers = mma.state_pointers(
-            gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV
-        )  # fmt: skip
-        C = mma.load_block(pointers, at, params.H * config.HEADS, config.DK, config.DV, config.INDEXED)  # (dqk, dhv)
+        C = mma.load_block(
+            state_pointers(gmem.state_in, at, config), at, params.H * config.HEADS, 0, 0, config.STATE_DK,
+            config.STATE_DV, config.PADDED, config.DK, config.DV, config.INDEXED,
+        )  # (dqk, dhv)  # fmt: skip
         if config.NORMALIZE:
             if config.INDEXED:
                 at = scheduler.state_index(index, params) * config.HEADS + head
@@ -344,10 +356,10 @@ def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config)
     state_out = gmem.state_out
     at = scheduler.state_index(index, params, config.INDEXED, True) * config.HEADS + head
     dtype: gl.constexpr = state_out.dtype.element_ty
-    pointers = mma.state_pointers(
-        state_out, at, 0, 0, config.DK, config.DV, False, mma.accumulator_layout(config.DV), config.DK, config.DV
-    )
-    mma.store_block(pointers, C.to(dtype), at, config.DK, config.DV, config.INDEXED)
+    mma.store_block(
+        state_pointers(state_out, at, config), C.to(dtype), at, 0, 0, config.STATE_DK, config.STATE_DV,
+        config.PADDED, config.DK, config.DV, config.INDEXED,
+    )  # fmt: skip
     if config.NORMALIZE:
         if config.INDEXED:
             at = scheduler.state_index(index, params) * config.HEADS + head
@@ -727,6 +739,7 @@ def small_head_kernel(
     OUTPUT_K: gl.constexpr, NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, USE_DP_OFFSET: gl.constexpr,
     HAS_CHECKPOINTS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
     SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr, INDEXED: gl.constexpr,
+    STATE_DK: gl.constexpr, STATE_DV: gl.constexpr,
 ):  # fmt: skip
     """Compute o (OUTPUT_V), dq (OUTPUT_K), dk and dv (both, with REVERSE), or final states and decays (neither).
 
@@ -791,7 +804,8 @@ def small_head_kernel(
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, SKIP_LAST=SKIP_LAST,
             OUTPUT_V=OUTPUT_V, OUTPUT_K=OUTPUT_K, HAS_OUTPUT=HAS_OUTPUT, NORMALIZE=NORMALIZE, SAVE_D=SAVE_D,
             USE_DP_OFFSET=USE_DP_OFFSET, COMPUTE_DP_OFFSET=USE_DP_OFFSET and not REVERSE,
-            HAS_CHECKPOINTS=HAS_CHECKPOINTS, INDEXED=INDEXED,
+            HAS_CHECKPOINTS=HAS_CHECKPOINTS, INDEXED=INDEXED, STATE_DK=STATE_DK, STATE_DV=STATE_DV,
+            PADDED=STATE_DK != DK or STATE_DV != DV,
         ),
         gate_warp.GateWarpConfig(
             L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED, EXTRA=EXTRA, SKIP_LAST=SKIP_LAST,

@@ -193,5 +193,5 @@ def _launch(
         OUTPUT_V=out_v is not None, OUTPUT_K=out_k is not None,
         NORMALIZE=ctx.spec.normalize if normalize is None else normalize, SAVE_D=d is not None, USE_DP_OFFSET=delta,
         HAS_CHECKPOINTS=C_checkpoints is not None, IS_VARLEN=ctx.packed, **gates.constants,
-        INDEXED=ctx.indexed, num_warps=4,
+        INDEXED=ctx.indexed, STATE_DK=ctx.state_dims[0], STATE_DV=ctx.state_dims[1], num_warps=4,
     )  # fmt: skip

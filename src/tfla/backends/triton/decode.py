@@ -116,6 +116,6 @@ def launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor
     if indices is not None and new_n is not h:
         recorder.launch(
             store_normalizers, (B * H,), new_n, new_m, indices, n, m, H, C.shape[0], some_n.stride(0),
-            some_m.stride(0), DK=K, BK=power_of_two(K), num_warps=1,
+            some_m.stride(0), DK=K, NEW_DK=K, BK=power_of_two(K), num_warps=1,
         )  # fmt: skip
     return out
