@@ -27,6 +27,8 @@ DELTA_OPTIONS = "float scale, bool correct, bool read_before_decay, SymInt chunk
 ACTIVATIONS = (
     'bool normalize_qk=False, str beta_activation="none", str gate_activation="none", float lower_bound=0.) -> '
 )
+POOL_INPUTS = INPUTS.replace("Tensor? C, Tensor? n, Tensor? m", "Tensor(a!)? C, Tensor(b!)? n, Tensor(c!)? m")
+DELTA_POOL_INPUTS = DELTA_INPUTS.replace("Tensor? C", "Tensor(a!)? C")
 SCHEMAS = {
     "delta": DELTA_INPUTS
     + DELTA_OPTIONS
@@ -56,6 +58,13 @@ SCHEMAS = {
     "steps_pool_": STEP_INPUTS.format("Tensor(a!) C, Tensor(b!)? n, Tensor(c!)? m")
     + STEP_OPTIONS
     + "float eps=0.) -> Tensor",
+    "attend_rows": INPUTS + "Tensor indices, " + OPTIONS + 'ScalarType? store_dtype=None, str gates="log") -> Tensor',
+    "attend_rows_": POOL_INPUTS
+    + "Tensor indices, "
+    + OPTIONS
+    + 'ScalarType? store_dtype=None, str gates="log") -> Tensor',
+    "delta_rows": DELTA_INPUTS + "Tensor indices, " + DELTA_OPTIONS + ACTIVATIONS + "Tensor",
+    "delta_rows_": DELTA_POOL_INPUTS + "Tensor indices, " + DELTA_OPTIONS + ACTIVATIONS + "Tensor",
     "checked_lengths": "Tensor lengths, SymInt T) -> Tensor",
     "checked_indices": "Tensor indices, SymInt rows) -> Tensor",
 }

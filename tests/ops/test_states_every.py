@@ -173,6 +173,24 @@ def test_a_sequence_without_a_row_goes_on_from_part_to_part(call: Callable[..., 
     check(states.C[1], expected.C[1])
 
 
+class Subclass(Tensor):
+    """A tensor of which the dispatcher has to see the operators."""
+
+
+@torch.no_grad()
+@each_call
+def test_rows_of_a_pool_with_a_subclass_of_tensors(call: Callable[..., Any]) -> None:
+    """Only the final states are in the pool, as of plain tensors."""
+    x, start = problem(1, 23, torch.float32), call(problem(4, 5, torch.float32), return_state=True)[1]
+    options: dict[str, Any] = {"state_indices": torch.tensor([2]), "return_state": True, "states_every": 10}
+    pool, expected_pool = start.clone(), start.clone()
+    expected_h, _, expected = call(x, initial_state=expected_pool, **options)
+    h, _, states = call(x | {"v": x["v"].as_subclass(Subclass)}, initial_state=pool, **options)
+    check(h.as_subclass(Tensor), expected_h)
+    check(states.C.as_subclass(Tensor), expected.C)
+    check(pool.C, expected_pool.C)
+
+
 @each_call
 def test_all_tensors_have_the_same_steps(call: Callable[..., Any]) -> None:
     """A tensor as long as a part would fit every part."""

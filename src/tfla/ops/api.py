@@ -44,8 +44,9 @@ def _attend(
         if context_parallel is not None:
             raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
         return attend_by_index(
-            request, state_indices, request.lengths, lambda own: attend(*plan(own)), in_kernels=attend_rows
-        )
+            request, state_indices, request.lengths, lambda own: attend(*plan(own)), in_kernels=attend_rows,
+            in_graph=True,
+        )  # fmt: skip
     if context_parallel is not None or type(request.q) not in PLAIN:
         return _attend_on_processes(request, context_parallel)
     return attend(*plan(request))
@@ -180,9 +181,9 @@ def mlstm(
             starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the final states overwrite
             these rows, but for those at -1, and the returned state is the pool. The GPU kernels read and overwrite the
             rows themselves where the pool is float32, bfloat16 or float16, no gradients are recorded and a batch is
-            (1, B T, ...) without a copy; with ``states_every`` in packed sequences and batches of one. In other calls
-            the rows are gathered before the kernels and scattered after them: two passes over the states, not over the
-            sequences. Further as in :func:`mlstm_step`.
+            (1, B T, ...) without a copy; with ``states_every`` in eager calls on packed sequences and batches of one.
+            In other calls the rows are gathered before the kernels and scattered after them: two passes over the
+            states, not over the sequences. Further as in :func:`mlstm_step`.
         states_every: also return the states after every so many steps, for which each step is computed once; requires
             ``return_state``. The steps are computed in parts of this length, so that a state has the bits of the
             same call that stops there. On a GPU a part should have some hundred steps. Offsets are read on the host.

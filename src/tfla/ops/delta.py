@@ -163,9 +163,8 @@ def delta_rule(
         context_parallel: the processes that share the steps of all sequences, as in :func:`tfla.mlstm`.
         state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`tfla.mlstm`. Where
             no gradients are recorded and a batch is (1, B T, ...) without a copy, the GPU kernels read and overwrite
-            the rows of a pool in float32, bfloat16 or float16 themselves, in eager calls, "segmented" those of every
-            batch; a sequence whose row the pool does not have gets NaN and writes nothing. Other calls gather and
-            scatter the rows.
+            the rows of a pool in float32, bfloat16 or float16 themselves, "segmented" those of every batch; a sequence
+            whose row the pool does not have gets NaN and writes nothing. Other calls gather and scatter the rows.
         states_every: also return the states after every so many steps, see :func:`tfla.mlstm`.
 
     Returns:

@@ -1,4 +1,7 @@
-"""The delta rule over whole sequences, registered as `tfla::delta` and `tfla::delta_backward`."""
+"""The delta rule over whole sequences, registered as `tfla::delta` and `tfla::delta_backward`.
+
+Traced calls whose states are rows of a pool are `tfla::delta_rows` and `tfla::delta_rows_`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends import DELTA_BACKENDS, DeltaInputs
+from tfla.backends import DELTA_BACKENDS, DeltaBackend, DeltaInputs
 from tfla.backends.base import packed_bounds
 from tfla.backends.delta import DeltaGrads, DeltaOutputs, DeltaSpec
 from tfla.ops import delta_differentiable, flops
-from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import is_empty_batch
 from tfla.ops.delta_dispatch import DeltaRequest, plan, plan_before_activations, planned_inputs
 from tfla.ops.registration import DifferentiableOperator
+from tfla.ops.row_registration import RowsOperator
 from tfla.ops.state import State
 from tfla.ops.state_pool import OtherRows, as_packed, attend_by_index, state_of_plan
 from tfla.ops.transforms import is_distributed
@@ -68,25 +71,36 @@ delta = DifferentiableOperator(
 )  # fmt: skip
 
 
+def _prepare(x: DeltaInputs, backend: DeltaBackend, spec: DeltaSpec) -> tuple[DeltaInputs, DeltaSpec] | None:
+    """Return inputs and options for the kernels that read rows of a pool, or None where no kernel does."""
+    if spec.kernel not in backend.row_kernels:
+        return None
+    packed = x if spec.kernel in backend.batch_kernels else as_packed(x)
+    return None if packed is None else (packed, spec)
+
+
+delta_in_rows = RowsOperator(delta, "delta", _prepare, flops.delta_flops)
+
+
 def _by_rows(request: DeltaRequest, rows: OtherRows) -> Tensor | None:
-    """Return h of a call whose kernels read and overwrite rows of the pool, its state, or None where none do.
+    """Return h of a call that reads and overwrites rows of the pool, its state, or None if kernels and graphs do not.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pool, state = request.state, state_of_plan(request.state, len(rows.indices))
+    pool, state = request.state, state_of_plan(request.state, rows.indices.shape[0])
     if pool is None or state is None:
         return None
     own = request._replace(state=state)
     given, found = plan_before_activations(own)
-    if found.use_dispatcher or found.spec.save or found.spec.kernel not in found.backend.row_kernels:
+    if found.spec.save:
         return None
-    x = given if found.spec.kernel in found.backend.batch_kernels else as_packed(given)
-    if x is None:
+    # Eager calls without such kernels are left to the caller before the activations are computed.
+    prepared = (given, found.spec) if found.use_dispatcher else _prepare(given, found.backend, found.spec)
+    if prepared is None:
         return None
-    x = planned_inputs(x, own, found)._replace(C=pool.C)
-    with without_autocast(x.q.device.type):
-        h: Tensor | None = found.backend.forward_by_rows(x, rows.indices, found.spec, rows.final_rows(pool))
+    x = planned_inputs(prepared[0], own, found)._replace(C=pool.C)
+    h = delta_in_rows(x, rows.indices, found, rows.final_rows(pool))
     return None if h is None else h.view(given.v.shape)
 
 
@@ -108,8 +122,9 @@ def compute(
         if context_parallel is not None:
             raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
         return attend_by_index(
-            request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)), in_kernels=_by_rows
-        )
+            request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)), in_kernels=_by_rows,
+            in_graph=True,
+        )  # fmt: skip
     if is_distributed(request.q):
         from tfla.ops import sharded
 

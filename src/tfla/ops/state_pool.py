@@ -36,7 +36,7 @@ def state_of_plan(pool: State | None, sequences: int) -> State | None:
     Kernels compute in float32 with rows of any of POOL_DTYPES. The plan of a call depends on the shape and the dtype of
     its state alone, so that the values of the state are not set.
     """
-    if pool is None or not len(pool.C) or any(t is not None and t.dtype not in POOL_DTYPES for t in pool):
+    if pool is None or pool.C.shape[0] == 0 or any(t is not None and t.dtype not in POOL_DTYPES for t in pool):
         return None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in pool):
         return None
@@ -173,6 +173,7 @@ def attend_by_index(
     run: Callable[[Any], Any],
     further: Sequence[object] = (),
     in_kernels: Callable[[Any, OtherRows], Tensor | None] | None = None,
+    in_graph: bool = False,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute a call over whole sequences whose initial states are rows of a pool, and its final states too.
 
@@ -184,6 +185,7 @@ def attend_by_index(
         further: arguments of the call that are not in the request.
         in_kernels: the function that computes h from the arguments and the indices with kernels that read and overwrite
             the rows, or returns None where no kernel does.
+        in_graph: whether that function takes traced calls, too, as an operator of their graph.
 
     Returns:
         h; with `request.return_state` also the pool, whose rows are then overwritten.
@@ -207,16 +209,17 @@ def attend_by_index(
     checks.check_pool(pool, "initial_state")
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_state_indices(indices, sequences, pool)
-    indices = checked(indices, pool)
     if request.return_state:
         given = [t for t in (*request, *further, *pool) if isinstance(t, Tensor)]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
         checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")
-    if in_kernels is not None and not needs_dispatcher((q, indices, *pool)):
+    traced = needs_dispatcher((q, indices, *pool))
+    if in_kernels is not None and (not traced or (in_graph and not transforms_active())):
         h = in_kernels(request, OtherRows(indices, pool, indices))
         if h is not None:
             return (h, pool) if request.return_state else h
+    indices = checked(indices, pool)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = PoolRows(indices, pool.C.shape[0])
     found = run(request._replace(state=rows.read_state(pool, wide)))
