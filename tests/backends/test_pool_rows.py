@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, alike, problem
+from cases import INTERPRETED, alike, error, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_pools import LOW, in_dtypes, rounding
 from test_hopper import simulation
+from torch import Tensor
 
 import tfla
 from tfla.backends import BACKENDS
@@ -133,6 +134,13 @@ def check_rows(
     """Check calls with rows of a pool, whose C, n and m have these dtypes, and rows of another one of their inverse."""
     name, kernel = implementation(backend)
     chosen = BACKENDS[name]
+    # The kernel "tfla" adds up n in an order that the compiler takes from the dtype of the pool.
+    rounds = backend == "tfla" and dtypes[0] != torch.float32 and not INTERPRETED
+    equal = alike if rounds else same
+
+    def check_h(found: Tensor, truth: Tensor) -> None:
+        assert error(found, truth) <= 1e-3 if rounds else torch.equal(found, truth)
+
     x, spec = setting(form, dims, chunk_size, kernel=kernel)
     pages = in_dtypes(random_pages(x, 7, 2), dtypes)
     pool = page(pages, 1)  # rows that are not adjacent in memory
@@ -149,12 +157,12 @@ def check_rows(
         read = chosen.forward_by_rows(own, rows, spec._replace(final_state=False))
         assert same(written, pages)
         h = chosen.forward_by_rows(own, rows, spec)
-        assert same(written, after)
+        assert equal(written, after)
         for found in (read, h):
             assert found is not None
-            assert torch.equal(found[:, : LACKING.start], expected.h[:, : LACKING.start])
+            check_h(found[:, : LACKING.start], expected.h[:, : LACKING.start])
             assert found[:, LACKING].isnan().all()
-            assert torch.equal(found[:, LACKING.stop :], expected.h[:, LACKING.stop :])
+            check_h(found[:, LACKING.stop :], expected.h[:, LACKING.stop :])
     # The final states of another pool, whose rows stand apart by another distance.
     others, rows = in_dtypes(random_pages(x, 6, 3), dtypes[::-1]), torch.tensor(ROWS, device=DEVICE)
     after, final = others.clone(), torch.tensor([0, 5, 1, -1, 3], device=DEVICE)
@@ -162,8 +170,8 @@ def check_rows(
     C, n, m = page(others, 2)
     h = chosen.forward_by_rows(with_state(x, pool), rows, spec, FinalRows(C, final, n, m))
     assert h is not None
-    assert torch.equal(h[:, : LACKING.start], expected.h[:, : LACKING.start])
-    assert same(others, after)
+    check_h(h[:, : LACKING.start], expected.h[:, : LACKING.start])
+    assert equal(others, after)
 
 
 @given(

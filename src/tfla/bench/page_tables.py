@@ -190,11 +190,11 @@ def _of_one_device(
 ) -> tuple[list[Row], str]:
     """Return the rows of implementations, all of one result, and its device; a row that is missing is empty.
 
-    A suite may have several results, each of one device. The first result with all of the rows is used, else the first
-    one with any of them.
+    A suite may have several results, each of one device. The latest result with all of the rows is used, else the
+    latest one with any of them.
     """
     found = []
-    for result in results.values():
+    for result in sorted(results.values(), key=lambda result: result["environment"]["date"], reverse=True):
         if result.get("suite") == suite:
             rows = [_find(result, name, x, direction) for name in names]
             timed = [row if "seconds" in row else {} for row in rows]
@@ -219,7 +219,9 @@ def two_gpus(results: dict[str, Row]) -> str:
             body.append([label, _model(device), *cells, _ratio(*times)])
     trained = [("train_parallel", SEQUENCES, "FSDP", "T 8,192, 2 sequences on each GPU, first version")]
     trained += [
-        ("train_fsdp", SEQUENCES, name, f"T 8,192, 2 sequences on each GPU, {name}") for name in VARIANTS
+        ("train_fsdp", sequences, name, f"T 8,192, {sequences} sequences on each GPU, {name}")
+        for name in VARIANTS
+        for sequences in (SEQUENCES, SEQUENCES + 1)
     ]  # fmt: skip
     trained += [
         ("train_long", T, "context parallel", f"T {T:,} with activation checkpointing, cp 2") for T in (2**17, 2**18)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tfla._util.garbage_collection import paused_collection
 from tfla.nn import fused_step
 from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.key_values import KeyValues
@@ -260,7 +261,7 @@ def capture_graph(
         graph = torch.cuda.CUDAGraph()
         if generator is not None:  # a capture registers the global one itself
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, pool=pool):
+        with paused_collection(), torch.cuda.graph(graph, pool=pool):
             result = call()
     return graph, result
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla._util.garbage_collection import paused_collection
 from tfla.nn import LanguageModel
 from tfla.paper.evidence.models import Shape, model_config, state_size
 from tfla.paper.evidence.task import IGNORED, Row, Task
@@ -152,7 +153,7 @@ class _Trainer:
         graph = torch.cuda.CUDAGraph()
         try:
             self.model.zero_grad()
-            with torch.cuda.graph(graph, stream=self.stream):
+            with paused_collection(), torch.cuda.graph(graph, stream=self.stream):
                 self.loss = self._step()
         except RuntimeError:  # an operation that cannot be captured; steps go on without a graph
             self.model.zero_grad()
