@@ -96,6 +96,15 @@ def test_packed_sequences(device: str, states: int, has_seq_idx: bool) -> None:
     compare(p, [y, each], starts, (0.0, float("inf")), True, slice(None))
 
 
+def test_the_final_state_is_that_after_the_last_step(device: str) -> None:
+    p = problem(device, torch.float32, batch=1, states=1)
+    options: dict[str, Any] = {"chunk_size": 16, "dt_softplus": True, "return_final_states": True}
+    offsets = torch.tensor([0, 0, 13, T, T, T], device=device)  # two sequences without steps come last
+    _, last = mamba_chunk_scan_combined(**p, **options, cu_seqlens=offsets)
+    _, expected = mamba_chunk_scan_combined(**p, **options, cu_seqlens=offsets[:-2])
+    torch.testing.assert_close(last, expected, rtol=0, atol=0)
+
+
 def test_refuses_what_does_not_fit() -> None:
     p = {name: t.detach() for name, t in problem("cpu", torch.float32).items()}
     bad: dict[str, dict[str, Any]] = {

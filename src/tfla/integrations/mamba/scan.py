@@ -178,10 +178,16 @@ def mamba_chunk_scan_combined(
         results: tuple[Tensor, ...] = (compute_output(y, x, D, z),)
     states = last.C.transpose(-1, -2)
     if return_final_states:
-        results += (states if cu_seqlens is None else states[-1:],)
+        results += (states if cu_seqlens is None else _state_after_the_last_step(states, cu_seqlens, seqlen),)
     if return_varlen_states:
         results += (states,)
     return results
+
+
+def _state_after_the_last_step(states: Tensor, cu_seqlens: Tensor, seqlen: int) -> Tensor:
+    """Return the state of the sequence that has step seqlen - 1, after which sequences without steps may come."""
+    # A comparison on the device: the host does not wait for the offsets.
+    return states.index_select(0, (cu_seqlens[1:-1] < seqlen).sum().view(1))
 
 
 def mamba_chunk_scan(
