@@ -306,6 +306,17 @@ def test_constant_decays_of_float64_are_not_rounded_to_float32() -> None:
         assert error(o, expected) <= 1e-14
 
 
+def test_decays_of_a_number_of_heads_need_as_many_in_q_as_in_v() -> None:
+    q, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 4, 4)
+    for call in (
+        ours.chunk_retention, ours.fused_chunk_retention, ours.fused_recurrent_retention, ours.parallel_retention,
+        functools.partial(ours.chunk_lightning_attn, **LAYERS),
+        functools.partial(ours.fused_recurrent_lightning_attn, **LAYERS),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^v: got shape \(1, 5, 4, 4\), expected \(B, T, 2, V\)"):
+            call(q, q, v)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_linear_attention(normalize: bool) -> None:
     leaves = inputs("q", "k", "v", "state", "keys")[: 5 if normalize else 4]
