@@ -182,6 +182,13 @@ def test_infinite_queries_and_keys_whose_scores_are_nan_give_nan(keys: int, dtyp
         assert torch.equal(found.isnan().any(-1), nan)
 
 
+def test_compiled_for_any_number_of_tokens() -> None:
+    layer, x = build({}, 0), torch.randn(ROWS, 70, WIDTH, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (6, 70):
+        check(compiled(x[:, :tokens])[0], layer(x[:, :tokens])[0])
+
+
 def test_exported_for_any_number_of_tokens() -> None:
     layer, x = build({}, 0), torch.randn(ROWS, 70, WIDTH, dtype=torch.float64)
     T = torch.export.Dim("T", min=16, max=4096)

@@ -43,8 +43,11 @@ def attend(
     if window is not None and window >= S:
         window = None
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if first is None and window is None and sinks is None and T in (1, S):
-        return _grouped(q, k, v, None, bool(T == S)).transpose(1, 2)
+    if first is None and window is None and sinks is None:
+        if T == S:
+            return _grouped(q, k, v, None, True).transpose(1, 2)
+        if T == 1:
+            return _grouped(q, k, v, None, False).transpose(1, 2)
     blocks = [
         _attend_block(q[:, :, at : at + QUERIES], k, v, at + S - T, _columns(first, at), window, sinks, T > QUERIES)
         for at in range(0, T, QUERIES)
