@@ -161,17 +161,32 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool)
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
     # torch's maximum over fewer scores than a register holds leaves NaN out, and a row of nothing else becomes zero.
-    if found.device.type == "cpu" and k.shape[2] < CPU_VECTOR:
+    if found.device.type == "cpu" and _may_be_few(k.shape[2]):
         found = found.masked_fill(_sees_nan(q, k, mask, causal)[..., None], torch.nan)
     return found
 
 
+def _may_be_few(keys: int) -> bool:
+    """Return whether keys may be fewer than CPU_VECTOR, without binding a traced program to the answer."""
+    if not torch.compiler.is_compiling():
+        return keys < CPU_VECTOR
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not statically_known_true(keys >= CPU_VECTOR)
+
+
 def _sees_nan(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Return (B, H, T) bool, whether a visible score of a query is NaN; the arguments are those of `_grouped`."""
-    keys = at_least_float32(k.detach()).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    nan = (at_least_float32(q.detach()) / math.sqrt(q.shape[-1]) @ keys.mT).isnan()  # (B, H, T, S)
+    """Return (B, H, T) bool, whether a score of a query with one of the first keys that it sees is NaN.
+
+    The arguments are those of `_grouped`. The first keys are all of fewer than CPU_VECTOR.
+    """
+    # Indices in place of a slice, whose bounds would bind an exported program to lengths on one side of CPU_VECTOR.
+    first = torch.arange(CPU_VECTOR, device=k.device).clamp(max=k.shape[2] - 1)
+    keys = at_least_float32(k.detach().index_select(2, first)).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    nan = (at_least_float32(q.detach()) / math.sqrt(q.shape[-1]) @ keys.mT).isnan()  # (B, H, T, CPU_VECTOR)
     if mask is not None:
+        mask = mask.index_select(-1, first)
         nan = nan & (mask if mask.dtype == torch.bool else mask > -torch.inf)
     elif causal:
-        nan = nan.tril()
+        nan = nan & (first <= torch.arange(q.shape[2], device=q.device)[:, None])
     return nan.any(-1)
