@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED
+from cases import INTERPRETED, error
 from pool_prefills import INDICES, SEVERAL_WRITES, Call, prefill, same
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -39,19 +39,33 @@ def overwriting(call: Call, **options: Any) -> Callable[[tfla.State, Tensor], Te
     return twice
 
 
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_calls_overwrite_the_rows(form: str, dense: bool, compiler: str) -> None:
-    call, pool = prefill(form, DEVICE, dense=dense)
+def check_compiled(form: str, dense: bool, compiler: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Check a compiled function of two calls, the second of which goes on from the rows that the first one wrote."""
+    call, pool = prefill(form, DEVICE, dtype, dense)
     twice, indices = overwriting(call), torch.tensor(INDICES, device=DEVICE)
     own, compiled = pool.clone(), pool.clone()
     expected = twice(own, indices)
     found = torch.compile(twice, fullgraph=True, backend=compiler)(compiled, indices)
-    torch.testing.assert_close(found, expected)
+    assert error(found, expected) <= tolerance
     for a, b, old in zip(own, compiled, pool, strict=True):
-        assert a is b is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert a is b is None or error(b, a) <= tolerance
         assert old is None or torch.equal(b[[1, 2, 4, 6]], old[[1, 2, 4, 6]])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_calls_overwrite_the_rows(form: str, dense: bool, compiler: str) -> None:
+    check_compiled(form, dense, compiler, torch.float32, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_calls_of_kernels_overwrite_the_rows(form: str, dense: bool) -> None:
+    """The kernels of both calls are the same, so that outputs differ by the rounding of their sum to bfloat16 alone."""
+    check_compiled(form, dense, "inductor", torch.bfloat16, 4e-3)
 
 
 @pytest.mark.parametrize("form", FORMS)
