@@ -37,6 +37,7 @@ pytestmark = (
 )
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 GATES: dict[str, Gates] = {"exp": "exp", "sigmoid": "sigmoid", "plain": "log", "normalized": "log"}
+ROUNDED = {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}  # few numbers of n are rounded otherwise
 LENGTHS = (3, 70, 0, 5, 9)
 ROWS = (4, -1, 0, 9, 6)  # in a pool of 7 rows: the second sequence has no row, and that of the fourth is not there
 LACKING = slice(73, 78)  # the steps of the fourth sequence
@@ -136,10 +137,15 @@ def check_rows(
     chosen = BACKENDS[name]
     # The kernel "tfla" adds up n in an order that the compiler takes from the dtype of the pool.
     rounds = backend == "tfla" and dtypes[0] != torch.float32 and not INTERPRETED
-    equal = alike if rounds else same
+
+    def equal(a: tfla.State, b: tfla.State) -> bool:
+        """Whether states have the same bits, but for n of that kernel."""
+        if not rounds or a.n is None or b.n is None:
+            return same(a, b)
+        return same(a._replace(n=None), b._replace(n=None)) and error(a.n, b.n) <= ROUNDED[a.n.dtype]
 
     def check_h(found: Tensor, truth: Tensor) -> None:
-        assert error(found, truth) <= 1e-3 if rounds else torch.equal(found, truth)
+        assert error(found, truth) <= 1e-4 if rounds else torch.equal(found, truth)  # few numbers are rounded otherwise
 
     x, spec = setting(form, dims, chunk_size, kernel=kernel)
     pages = in_dtypes(random_pages(x, 7, 2), dtypes)
