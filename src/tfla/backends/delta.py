@@ -170,7 +170,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         return self.kernels[0]
 
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels of an eager call divide q and k by their norms themselves.
+        """Return whether the kernels of an eager or compiled call divide q and k by their norms themselves.
 
         With at most one gate a step, a forward with `save` then returns 1 / |q| and 1 / |k| in the place of the states
         of chunks.
@@ -178,12 +178,19 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         return False
 
     def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels of an eager call apply the activation of the gates themselves."""
+        """Return whether the kernels of an eager or compiled call apply the activation of the gates themselves."""
         return False
 
     @abstractmethod
     def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
         """Return what a forward with `save` stores, from the shapes and dtypes of x alone."""
+
+    def stored(self, x: DeltaInputs, spec: DeltaSpec) -> Saved:
+        """Return what a forward with `save` stores: :meth:`saved`, or norms in the place of the states of chunks."""
+        found = self.saved(x, spec.correct, spec.chunk_size, spec.kernel)
+        if not spec.normalize_qk or x.channel_gates or self.activations_by == "backend":
+            return found
+        return found._replace(chunk_C=((2, *x.v.shape[:3]), torch.float32))
 
     @abstractmethod
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:

@@ -15,7 +15,7 @@ from tfla.ops.autocast import autocast
 from tfla.ops.delta_activations import activated
 from tfla.ops.dispatch import Plan, call_signature, check_kernel
 from tfla.ops.state import State
-from tfla.ops.transforms import needs_dispatcher
+from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 
 class DeltaRequest(NamedTuple):
@@ -162,10 +162,13 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
     )
     spec = spec_of(request, x, backend, kernel, chunk_size)
     use_dispatcher = not cached and needs_dispatcher(x)
-    if request.normalize_qk and not use_dispatcher and backend.normalizes(x, spec):
-        spec = spec._replace(normalize_qk=True)
-    if request.gate_activation != "none" and not use_dispatcher and backend.activates(x, spec):
-        spec = spec._replace(gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0)
+    if not use_dispatcher or (torch.compiler.is_compiling() and not transforms_active()):
+        # Gradients may be asked of a graph that was traced without them.
+        asked = spec._replace(save=spec.save or use_dispatcher)
+        if request.normalize_qk and backend.normalizes(x, asked):
+            spec = spec._replace(normalize_qk=True)
+        if request.gate_activation != "none" and backend.activates(x, asked):
+            spec = spec._replace(gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0)
     return x, Plan(backend, spec, use_dispatcher, cached, True)
 
 

@@ -36,7 +36,7 @@ def _check(x: DeltaInputs) -> None:
 def _shapes(x: DeltaInputs, backend: str, spec: DeltaSpec) -> tuple[Tensor, ...]:
     """Return empty tensors of the shapes and dtypes of :class:`DeltaOutputs`."""
     state = (x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3])
-    saved = DELTA_BACKENDS[backend].saved(x, spec.correct, spec.chunk_size, spec.kernel)
+    saved = DELTA_BACKENDS[backend].stored(x, spec)
 
     def new(wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return x.q.new_empty(shape if wanted else (0,), dtype=dtype)
