@@ -211,6 +211,14 @@ class TestLayer:
         for once, other in zip(*found, strict=True):
             check(once, other, 1e-5)
 
+    def test_gradients_with_a_graph_of_inputs_that_depend_on_each_other(self, layer: GatedNorm) -> None:
+        """What reaches one input through another is counted once, as without a graph."""
+        x, factors = torch.randn(2, 9, 6, device=DEVICE, requires_grad=True), torch.ones(3, device=DEVICE)
+        for h, gate, v in ((x, x, x), (2 * x, x.sin(), x), (x, None, 2 * x)):
+            y, dy = layer(h, gate, fused_norm.Skip(v, factors)), torch.randn_like(x)
+            (expected,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            check(torch.autograd.grad(y, x, dy, create_graph=True)[0], expected, 1e-5)
+
     def test_what_the_kernels_do_not_take_runs_in_pytorch(self, layer: GatedNorm, launches: list[str]) -> None:
         inputs = make_inputs()
         expected = layer(*inputs)

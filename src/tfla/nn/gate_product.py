@@ -14,12 +14,14 @@ reads or writes no copy of x in float32. Weights in bfloat16 are one part, W_1.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla.nn.soft_cap import soft_cap
+from tfla.ops.derivatives import recorded_gradients
 from tfla.ops.transforms import needs_dispatcher
 
 PARTS = 3  # bfloat16 numbers whose sum is a float32 number
@@ -68,11 +70,7 @@ class _Preactivations(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated
-            inputs = (x, weight, bias)
-            wanted = [t for t in inputs if t.requires_grad]
-            again = soft_cap(torch.nn.functional.linear(*(t.float() for t in inputs)), ctx.cap)
-            found = iter(torch.autograd.grad(again, wanted, dy, create_graph=True))
-            return *(next(found) if t.requires_grad else None for t in inputs), None
+            return *recorded_gradients(partial(_plain_preactivations, ctx.cap), (x, weight, bias), dy), None
         dz = (dy * (1 - (y / ctx.cap).square())).reshape(-1, len(weight))
         d, W = _parts(dz), _parts(weight)
         dx = dW = db = None
@@ -86,6 +84,11 @@ class _Preactivations(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = dz.sum(0).to(bias.dtype)
         return dx, dW, db, None
+
+
+def _plain_preactivations(cap: float, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute :func:`preactivations` by operations that autograd knows."""
+    return soft_cap(torch.nn.functional.linear(x.float(), weight.float(), bias.float()), cap)
 
 
 def _parts(x: Tensor) -> list[Tensor]:

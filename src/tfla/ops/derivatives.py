@@ -49,6 +49,26 @@ def gradients(forward: Forward, x: Any, cotangents: Sequence[Tensor | None], spe
     return tuple(_spread(given, pull_back(tuple(cotangents[j] for j in read)), len(tensors)))
 
 
+def recorded_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a function's inputs with their graph, for a backward that is differentiated in turn.
+
+    Args:
+        function: a function of the inputs, of operations that autograd knows.
+        inputs: the inputs; two of them may be the same tensor, or one computed from another.
+        dy: the cotangent of the result.
+
+    Returns:
+        a gradient for each input that requires one, and None for the others.
+    """
+    # Gradients of views: those of an input itself would contain what reaches it through the others.
+    views = [t if t is None or not t.requires_grad else t.view_as(t) for t in inputs]
+    wanted = [t for t in views if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(function(*views), wanted, dy, create_graph=True))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in views)
+
+
 def second_gradients(
     forward: Forward,
     x: Any,

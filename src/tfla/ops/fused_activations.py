@@ -15,6 +15,7 @@ from torch import Tensor
 from tfla.backends.delta import BetaActivation, DeltaInputs, GateActivation
 from tfla.ops import delta_activations
 from tfla.ops.delta_activations import EPS
+from tfla.ops.derivatives import recorded_gradients
 from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN, clamp
 
 LIMITS = LOG_GATE_MIN, LOG_GATE_MAX  # of log-gates, which the kernels clamp
@@ -77,10 +78,11 @@ class _Gates(torch.autograd.Function):
     def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
         f, A_log, dt_bias = inputs = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated
-            g = delta_activations.log_gate(f, ctx.activation, A_log, dt_bias, ctx.factor)
-            leaves = [t for t in inputs if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(g, leaves, dg, create_graph=True))
-            return *(next(found) if t is not None and t.requires_grad else None for t in inputs), None, None
+
+            def gates(f: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+                return delta_activations.log_gate(f, ctx.activation, A_log, dt_bias, ctx.factor)
+
+            return *recorded_gradients(gates, inputs, dg), None, None
         grads = _kernels().launch_gates_backward(
             f, A_log, dt_bias, dg.contiguous(), ctx.activation == "softplus", ctx.factor, LIMITS
         )

@@ -6,6 +6,7 @@ The kernels and their equations are in :mod:`tfla.nn.mixers.convolution_kernels`
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tfla.nn.mixers import plain_convolution
 from tfla.nn.mixers.eager_kernels import tensors_unsupported
+from tfla.ops.derivatives import recorded_gradients
 
 MAX_SIZE = 8  # a thread has inputs and sums of so many tokens of its channels in registers
 TILE = {"TOKENS": 128, "CHANNELS": 256, "num_warps": 2}  # a program's tokens and channels, 4 channels a thread
@@ -71,7 +73,7 @@ class _FusedConvolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, first = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated
-            return *_differentiable_gradients(dy, x, weight, bias, first, ctx.before), None, None
+            return *recorded_gradients(partial(_plain, first, ctx.before), (x, weight, bias), dy), None, None
         (B, rows, channels), size = x.shape, weight.shape[1]
         dy = _rows(dy)
         dx = x.new_empty(x.shape)
@@ -86,16 +88,10 @@ class _FusedConvolution(torch.autograd.Function):
         return dx, total[:size].T.contiguous().to(weight.dtype), db, None, None
 
 
-def _differentiable_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, before: int
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias, None where none is needed, by operations that autograd knows."""
+def _plain(first: Tensor | None, before: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute :func:`convolve` by operations that autograd knows."""
     padded = F.pad(x, (0, 0, weight.shape[1] - 1 - before, 0))
-    y = plain_convolution.convolve(F.silu, padded, weight, bias, first, None)
-    inputs = (x, weight, bias)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
+    return plain_convolution.convolve(F.silu, padded, weight, bias, first, None)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tfla.nn.mixers import plain_norm
 from tfla.nn.mixers.eager_kernels import tensors_unsupported
+from tfla.ops.derivatives import recorded_gradients
 
 Activation = Literal["silu", "sigmoid"]
 LARGEST = 8192  # numbers of a row, which a program holds in registers
@@ -107,10 +108,7 @@ class _FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, gate, v, factors = inputs = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated
-            wanted = [t for t in inputs if t is not None and t.requires_grad]
-            y = ctx.options.plain(*inputs)
-            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            return *(next(grads) if t is not None and t.requires_grad else None for t in inputs), None
+            return *recorded_gradients(ctx.options.plain, inputs, dy), None
         dh, dgate, dv = found = [
             None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (h, gate, v)
         ]
