@@ -190,6 +190,8 @@ def test_bad_input() -> None:
         attention(x, state.reserve(30))
     with pytest.raises(ValueError, match=r"^capacity: got 19, expected at least 20, the places of the state"):
         state.reserve(19)
+    with pytest.raises(ValueError, match=r"^context_parallel: got 'cp', expected an axis of the mesh"):
+        attention(x, context_parallel="cp")
     starts = jnp.zeros((1, T), bool)
     with pytest.raises(ValueError, match=r"^document_start: got it together with cu_seqlens, expected at most one"):
         attention(x[:1], document_start=starts, cu_seqlens=(0, 3, T))

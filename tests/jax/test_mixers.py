@@ -204,6 +204,8 @@ def test_files_go_both_ways_and_dtypes(tmp_path: Path) -> None:
     assert sizes.max() <= 1.01e-1
     with pytest.raises(TypeError, match=r"^state: got State, expected MixerState"):
         model.blocks[0].mixer(jnp.zeros((1, 3, 32)), tfla.jax.State.zeros(1, 2, 8, 16, normalize=False))
+    with pytest.raises(ValueError, match=r"^context_parallel: got 'cp', expected an axis of the mesh"):
+        model.blocks[0].mixer(jnp.zeros((1, 3, 32)), context_parallel="cp")
 
 
 RECURRENT = ("mamba2", "gla"), ("gated_delta_net", "kda"), ("delta_net", "retnet"), ("mlstm_exp", "mlstm_sig")

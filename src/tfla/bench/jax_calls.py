@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import statistics
 import time
@@ -101,6 +102,7 @@ def from_torch(operation: Operation) -> Iterator[Ready]:
         call()
         torch.cuda.synchronize()
         first = time.perf_counter() - begin
+        gc.collect()  # what a first call leaves must not be freed during the next one, whose memory is measured
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()

@@ -150,8 +150,8 @@ def main() -> None:
     found: list[Row] = []
     with tempfile.NamedTemporaryFile() as lock:
         options.lock = lock.name
-        # Other libraries come last, fewer at once: each process keeps up to 30 GiB while it waits for its turn.
-        for cases, workers in zip(_cases(options), (options.workers, max(1, options.workers // 4)), strict=True):
+        # Other libraries come last, fewer at once: three that wait for their turns can fill a GPU of 139 GiB.
+        for cases, workers in zip(_cases(options), (options.workers, max(1, options.workers // 6)), strict=True):
             with ThreadPoolExecutor(workers) as pool:
                 for rows in pool.map(lambda case: _in_a_process(case, options, end), cases):
                     found += rows

@@ -180,12 +180,12 @@ def check_in_place(in_place: object) -> None:
         )
 
 
-def check_context_parallel(axis: object, backend: str, allowed: tuple[str, ...]) -> None:
+def check_context_parallel(axis: object, backend: str | None = None, allowed: tuple[str, ...] = ()) -> None:
     """Check the name of the mesh axis over which the sequence is divided.
 
     Args:
         axis: the argument of the call.
-        backend: its backend.
+        backend: its backend, or None for a layer.
         allowed: the backends that divide sequences.
 
     Raises:
@@ -196,7 +196,7 @@ def check_context_parallel(axis: object, backend: str, allowed: tuple[str, ...])
         return
     if not isinstance(axis, str):
         raise TypeError(f"context_parallel: got {type(axis).__name__}, expected the name of a mesh axis or None")
-    if backend not in allowed:
+    if backend is not None and backend not in allowed:
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"context_parallel: got it with backend {backend!r}, expected {names}")
     mesh = jax.sharding.get_abstract_mesh()

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from tfla.jax.checks import check_cu_seqlens
+from tfla.jax.checks import check_context_parallel, check_cu_seqlens
 from tfla.jax.choice import Offsets
 from tfla.jax.nn.attend import attend, masked
 from tfla.jax.nn.layers import projection
@@ -128,11 +128,12 @@ class Attention(nnx.Module):
         With context_parallel a state is the same on all devices: it has the keys and values of all their steps.
 
         Raises:
-            ValueError: cu_seqlens is given together with a state or with document_start, or a state has room for more
-                tokens.
+            TypeError, ValueError: cu_seqlens is given together with a state or with document_start, a state has room
+                for more tokens, or context_parallel is no axis of a `jax.shard_map` around the call.
         """
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
+        check_context_parallel(context_parallel)
         q, k, v = self._queries_keys_values(x)
         T, own = x.shape[1], jnp.arange(x.shape[1])
         if context_parallel is not None:

@@ -139,10 +139,10 @@ class SequenceRun(Run):
         super().__init__(mixer, state)
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
+        check_context_parallel(context_parallel)
         T = x.shape[1]
         self.parts: Parts | None = None  # of packed sequences with states
         if cu_seqlens is not None and context_parallel is not None:
-            check_context_parallel(context_parallel, "chunkwise", ("chunkwise",))
             check_cu_seqlens(cu_seqlens, x, context_parallel)
             if state is not None or return_state:
                 self.parts = Parts.of(T, cu_seqlens, context_parallel)
