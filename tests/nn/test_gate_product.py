@@ -80,6 +80,34 @@ def test_frozen_tensors_get_no_gradient(frozen: int) -> None:
     assert [t.grad is None for t in leaves] == [n == frozen for n in range(3)]
 
 
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
+def test_compiled(compiler: str, frozen: int | None) -> None:
+    """A graph has one operator for each direction, and the bits of eager calls, for any number of rows."""
+    torch._dynamo.reset()
+    compiled = torch.compile(gate_product.preactivations, fullgraph=True, backend=compiler, dynamic=True)
+    for rows in ((2, 300), (3, 7)):
+        leaves, dy = problem(torch.float32, "cpu", rows)
+        if frozen is not None:
+            leaves[frozen].requires_grad_(False)
+        wanted = [t for t in leaves if t.requires_grad]
+        found = []
+        for call in (gate_product.preactivations, compiled):
+            y = call(*leaves, CAP)
+            found.append((y, *torch.autograd.grad(y, wanted, dy)))
+        for eager, mine in zip(*found, strict=True):
+            assert torch.equal(eager, mine)
+
+
+def test_operators() -> None:
+    (x, weight, bias), dy = problem(torch.bfloat16, "cpu")
+    operators, y = torch.ops.tfla, gate_product.preactivations(x, weight, bias, CAP).detach()
+    torch.library.opcheck(operators.gate_preactivations.default, (x, weight, bias, CAP))
+    plain = [t.detach() for t in (dy, x, weight, bias, y)]
+    for wanted in ([True] * 3, [False, True, False]):
+        torch.library.opcheck(operators.gate_preactivations_backward.default, (*plain, CAP, wanted))
+
+
 def test_second_derivatives() -> None:
     found = []
     leaves, _ = problem(torch.float32, "cpu", (6,), 8, 3)
@@ -113,10 +141,13 @@ class TestGpu:
         check_call(*problem(dtype, "cuda", rows, 2048, 8))
 
     @pytest.mark.parametrize("autocast", [False, True])
-    def test_layer(self, autocast: bool) -> None:
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_layer(self, autocast: bool, compiled: bool) -> None:
         """The layer keeps no copy of its input in float32, and repeats its bits."""
+        torch._dynamo.reset()
         layer = GatePreactivation(2048, 8, (-10.0, 6.0), CAP, "cuda")
         torch.nn.init.normal_(layer.weight, std=0.1)
+        call = torch.compile(layer, fullgraph=True) if compiled else layer
         x = torch.randn(4, 4096, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy, found = torch.randn(4, 4096, 8, device="cuda"), []
         leaves = [x, layer.weight, layer.bias]
@@ -124,7 +155,7 @@ class TestGpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                y = layer(x)
+                y = call(x)
             gradients = torch.autograd.grad(y, leaves, dy)
             peak = torch.cuda.max_memory_allocated() - before
             found.append((y, *gradients))
