@@ -12,6 +12,7 @@ from pool_prefills import INDICES, SEVERAL_WRITES, Call, prefill, same
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import tfla
@@ -154,6 +155,43 @@ def test_a_compiled_call_has_gradients_where_it_overwrites_nothing(operator: Cal
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     assert expected[1].flatten(1).any(1).tolist() == [row in INDICES for row in range(7)]
+
+
+@pytest.mark.parametrize("operator", [tfla.mlstm, tfla.delta_rule], ids=lambda operator: operator.__name__)
+def test_a_graph_without_gradients_is_called_with_them(operator: Call) -> None:
+    """They reach the pool as those of an eager call do, and a graph that overwrites the pool refuses them."""
+    q, k, v, i, f = (torch.rand(4, 5, 2, *d, device=DEVICE) for d in ((16,), (16,), (8,), (), ()))
+    n, m = torch.rand(7, 2, 16, device=DEVICE), torch.rand(7, 2, device=DEVICE)
+    C, rows = torch.rand(7, 2, 16, 8, device=DEVICE), torch.tensor(INDICES, device=DEVICE)
+
+    def read(q: Tensor, C: Tensor, rows: Tensor) -> Tensor:
+        pool = tfla.State(C, n, m) if operator is tfla.mlstm else tfla.State(C)
+        return operator(q, k, v, i, -f, initial_state=pool, state_indices=rows)  # type: ignore[no-any-return]
+
+    def overwrite(q: Tensor, C: Tensor, rows: Tensor) -> Tensor:
+        pool = tfla.State(C, n, m) if operator is tfla.mlstm else tfla.State(C)
+        return operator(q, k, v, i, -f, initial_state=pool, state_indices=rows, return_state=True)[0]  # type: ignore[no-any-return]
+
+    graph = make_fx(read)(q, C, rows)
+    leaves = q.clone().requires_grad_(), C.clone().requires_grad_()
+    found = torch.autograd.grad(graph(*leaves, rows).square().sum(), leaves)
+    for a, b in zip(found, torch.autograd.grad(read(*leaves, rows).square().sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+    tangents = [torch.func.jvp(lambda q, run=run: run(q, C, rows), (q,), (q,))[1] for run in (graph, read)]
+    torch.testing.assert_close(*tangents)
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match=r"^state_indices: got 5 more than once"):
+            graph(*leaves, torch.full((4,), 5))
+    before, graph = C.clone(), make_fx(overwrite)(q, C.clone(), rows)
+    for given in ((leaves[0], C), (q, leaves[1])):
+        with pytest.raises(ValueError, match=r"^state_indices: got them while gradients are recorded"):
+            graph(*given, rows)
+    with pytest.raises(ValueError, match=r"^state_indices: got them while a transform or"):
+        torch.func.jvp(lambda q: graph(q, C, rows), (q,), (q,))
+    assert torch.equal(C, before)
+    with torch.no_grad():
+        graph(leaves[0], C, rows)
+    assert (before != C).flatten(1).any(1).tolist() == [row in INDICES for row in range(7)]
 
 
 @pytest.mark.parametrize("form", ["exp", "gdn", "kda"])

@@ -1,13 +1,14 @@
 """Operators over whole sequences whose states are rows of a pool, registered with PyTorch for traced calls.
 
 For an operator `tfla::NAME`, `tfla::NAME_rows_` reads and overwrites the rows, and `tfla::NAME_rows` only reads them.
-Both return h and have no gradients. Inside them kernels read and write the rows, as in eager calls, or the rows are
-gathered and scattered where no kernel does.
+Both return h. Inside them kernels read and write the rows, as in eager calls, or the rows are gathered and scattered
+where no kernel does. A graph that was traced without gradients may be called with tensors that have them:
+`tfla::NAME_rows` then gathers the rows and calls `tfla::NAME`, and `tfla::NAME_rows_` is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 from tfla.backends.base import FinalRows
 from tfla.ops import flops
 from tfla.ops.autocast import without_autocast
-from tfla.ops.checks import check_values_of_indices
+from tfla.ops.checked_values import checked_indices
+from tfla.ops.checks import check_in_place, check_values_of_indices
 from tfla.ops.dispatch import Plan
 from tfla.ops.gates import clamp
-from tfla.ops.registration import DifferentiableOperator
+from tfla.ops.registration import LIBRARY, DifferentiableOperator
 from tfla.ops.schema import Schema
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
+from tfla.ops.transforms import forward_mode
 
 # The function that returns the inputs and the options of a call as the kernels of a backend take them that read rows of
 # a pool, or None where none does.
@@ -56,7 +59,7 @@ class RowsOperator:
             self._registered[overwrites] = schema, self._register(own, schema, count)
 
     def _register(self, name: str, schema: Schema[Any, Any], count: Callable[[Any, str, Any], int]) -> Any:
-        """Register `tfla::NAME` with its shapes for tracing and its FLOPs, and return it."""
+        """Register `tfla::NAME` with its shapes for tracing, its gradients and its FLOPs, and return it."""
 
         @torch._disable_dynamo
         def untraced(*args: Any) -> Tensor:
@@ -71,8 +74,21 @@ class RowsOperator:
         torch.library.define(f"tfla::{name}", schema.text, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"tfla::{name}", "default")(untraced)
         torch.library.register_fake(f"tfla::{name}")(shapes)
+        registered = getattr(torch.ops.tfla, name).default
+
+        @torch._disable_dynamo
+        def under_autograd(keys: Any, *args: Any) -> Tensor:
+            tensors = args[: schema.num_tensors]
+            recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+            if recorded or forward_mode(tensors):
+                return self._with_gradients(schema, args, recorded)
+            with torch._C._AutoDispatchBelowAutograd():
+                h: Tensor = registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
+            return h
+
+        LIBRARY.impl(name, under_autograd, "Autograd", with_keyset=True)
         flops.add(getattr(torch.ops.tfla, name), schema, count)
-        return getattr(torch.ops.tfla, name).default
+        return registered
 
     def __call__(self, x: Any, indices: Tensor, plan: Plan, final_rows: FinalRows | None) -> Tensor | None:
         """Return h of a planned call, which overwrites the rows where its options ask for final states.
@@ -108,15 +124,39 @@ class RowsOperator:
         h = self.in_kernels(x, indices, backend, spec, None)
         return self._gather(x, indices, backend, spec) if h is None else h
 
+    def _with_gradients(self, schema: Schema[Any, Any], args: Sequence[Any], recorded: bool) -> Tensor:
+        """Return h of a call some of whose tensors have gradients or, unless `recorded`, tangents.
+
+        Raises:
+            ValueError: the call overwrites its rows.
+        """
+        x, (indices,), backend, spec = schema.unpack(args)
+        assert indices is not None
+        if spec.final_state:
+            check_in_place(self._pool_of(x), {}, recorded, not recorded, "state_indices: got them")
+        if indices.device.type == "cpu":
+            indices = checked_indices(indices, x.C.shape[0])
+        own = self._with_own_states(x, PoolRows(indices, x.C.shape[0]))
+        h: Tensor = self.operator.forward(*self.operator.forward_schema.pack(own, (), backend, spec))[0]
+        return h
+
     def _gather(self, x: Any, indices: Tensor, backend: Any, spec: Any) -> Tensor:
         """Return h of a call that gathers its rows, and scatters them if it overwrites them."""
-        pool = State(*(getattr(x, part, None) for part in State._fields))  # type: ignore[arg-type]
-        rows = PoolRows(indices, pool.C.shape[0])
-        own = rows.read_state(pool, x.acc_dtype)
-        given = {part: clamp(t) if part == "m" else t for part, t in own._asdict().items() if t is not None}
+        rows = PoolRows(indices, x.C.shape[0])
         with without_autocast(x.q.device.type):
-            out = backend.forward(x._replace(**given), spec)
+            out = backend.forward(self._with_own_states(x, rows), spec)
         if spec.final_state:
-            rows.write_state(pool, State(*(getattr(out, part, None) for part in State._fields)))  # type: ignore[arg-type]
+            rows.write_state(self._pool_of(x), self._pool_of(out))
         h: Tensor = out.h
         return h
+
+    @staticmethod
+    def _pool_of(x: Any) -> State:
+        """Return the fields of inputs or results that are parts of a state."""
+        return State(*(getattr(x, part, None) for part in State._fields))  # type: ignore[arg-type]
+
+    def _with_own_states(self, x: Any, rows: PoolRows) -> Any:
+        """Return inputs whose states are those of the rows, in place of the pool."""
+        own = rows.read_state(self._pool_of(x), x.acc_dtype)
+        given = {part: clamp(t) if part == "m" else t for part, t in own._asdict().items() if t is not None}
+        return x._replace(**given)
