@@ -58,8 +58,7 @@ TRAINING = (
     "without documents' borders. Llama has the same width, blocks and parameters. torch.compile gets a block, once "
     "for all of them, and the logits. The operator's part is what it takes alone at these shapes, forward and backward "
     "back to back, times the blocks. Memory is beyond weights and AdamW's moments, 16 GiB. The mLSTM keeps "
-    "the input of the output gate for the backward, which Llama does not have, and takes 5 % more memory than Llama in "
-    "eager mode and 10 % compiled."
+    "the input of the output gate for the backward, which Llama does not have, and takes 5 % more memory than Llama."
 )
 TOGETHER = (
     "A step is that of `tfla train`: forward, loss, backward, clipping and AdamW, weights in float32 under autocast, "
