@@ -35,6 +35,8 @@ def test_section() -> None:
     assert "| PyTorch, forward | 1.000 (9.5 s; 0.50 GiB) | - |" in text
     assert "| JAX, forward | 1.010 (9.5 s; 0.50 GiB) | 2.000 (9.5 s; 0.50 GiB) |" in text
     assert "Not timed: other: ImportError: no module." in text
+    del result["rows"][0]["first_seconds"], result["rows"][0]["peak_bytes"]  # type: ignore[index]
+    assert "| PyTorch, forward | 1.000 (-) | - |" in section(result)  # its process was stopped
 
 
 def test_section_of_the_delta_rule() -> None:

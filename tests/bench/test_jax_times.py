@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 import pytest
 
@@ -58,6 +59,50 @@ def test_rows_of_several_processes_are_merged() -> None:
         forward | {"first_seconds": 5.0, "seconds": 1e-3},
         facts | {"error": "no memory"},
     ]
+
+
+def test_one_that_fails_does_not_hide_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row has its own error, and the other one is sampled."""
+
+    def refused(*_: object) -> None:
+        raise ImportError("no jax")
+
+    monkeypatch.setattr(jax_times, "from_jax", refused)
+    monkeypatch.setattr(jax_times, "from_torch", lambda _: [Ready("forward", 0.0, 0, int, lambda _: None)])
+    case = jax_times.Case(Operation("mlstm", "exp", 1, 8, 16, 16), ("PyTorch", "JAX"), False, True)
+    monkeypatch.setattr(jax_calls, "SAMPLE", 0.0)
+    own, other = jax_times.measure(case, 1, 1)
+    assert (own["name"], own["samples"]) == ("PyTorch", 1)
+    assert other == {"name": "JAX", "error": "ImportError: no jax"}
+
+
+def test_a_process_that_is_killed_has_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_times.sys, "executable", "false")  # a program that fails
+    options = argparse.Namespace(repeats=1, calls=1, lock=None, out=None)
+    case = jax_times.Case(Operation("gdn", "", 16, 128, 128, 8192), ("PyTorch", "JAX"), False, True)
+    rows = jax_times._in_a_process(case, options, time.monotonic() + 60.0)
+    assert [(row["name"], row["model"], row["x"], row["error"]) for row in rows] == [
+        (name, "gdn", 8192, "the process ended with status 1") for name in case.names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--names", "Jax"], "invalid choice: 'Jax'"),
+        (["--forms", "log"], "invalid choice: 'log'"),
+        (["--lengths", "1000"], "--lengths: got 1000, expected divisors of 65536"),
+        (["--calls", "0"], "--calls or --workers: got less than 1"),
+    ],
+)
+def test_options(
+    option: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is none of the implementations would be timed as another library."""
+    monkeypatch.setattr(jax_times.sys, "argv", ["jax_times", "--out", "unused.json", *option])
+    with pytest.raises(SystemExit):
+        jax_times.main()
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["mlstm", "gdn", "kda", "gla"])

@@ -49,7 +49,8 @@ def _label(row: Row) -> str:
 
 
 def _cell(row: Row | None) -> str:
-    """Return the time, the time of the first call, and the memory of a row."""
+    """Return the time of a row, and the time and the memory of its first call unless that was not measured."""
     if row is None:
         return "-"
-    return f"{row['seconds'] * 1e3:.3f} ({row['first_seconds']:.1f} s; {row['peak_bytes'] / 2**30:.2f} GiB)"
+    first = "-" if "first_seconds" not in row else f"{row['first_seconds']:.1f} s; {row['peak_bytes'] / 2**30:.2f} GiB"
+    return f"{row['seconds'] * 1e3:.3f} ({first})"

@@ -79,7 +79,7 @@ def _holding(lock: Path | None, how: int) -> Iterator[None]:
 
 
 def measure(case: Case, repeats: int, calls: int, lock: Path | None = None, backend: str | None = None) -> list[Row]:
-    """Return the rows of a case: one for each implementation and direction.
+    """Return the rows of a case: one for each implementation and direction, or for one that failed.
 
     Args:
         case: what is measured.
@@ -89,17 +89,29 @@ def measure(case: Case, repeats: int, calls: int, lock: Path | None = None, back
         backend: the backend of this library from JAX; None: the kernels for this GPU, or an error if they do not run.
     """
     with _holding(lock, fcntl.LOCK_SH):
-        ready: list[list[Ready]] = [
-            list(from_torch(case.operation) if name == "PyTorch" else from_jax(name, case.operation, backend))
-            for name in case.names
-        ]
-    rows = [[one.facts() if case.first else {"direction": one.direction} for one in found] for found in ready]
-    if case.samples:
+        made = {name: _ready(name, case.operation, backend) for name in case.names}
+    ready = {name: found for name, found in made.items() if isinstance(found, list)}
+    failed = [found for found in made.values() if isinstance(found, dict)]
+    rows = [[one.facts() if case.first else {"direction": one.direction} for one in found] for found in ready.values()]
+    if case.samples and ready:
         with _holding(lock, fcntl.LOCK_EX):
-            for place, of_direction in enumerate(zip(*ready, strict=True)):
+            for place, of_direction in enumerate(zip(*ready.values(), strict=True)):
                 for found, times in zip(rows, samples_in_turn(of_direction, repeats, calls), strict=True):
                     found[place] |= times
-    return [{"name": name} | row for name, found in zip(case.names, rows, strict=True) for row in found]
+    return [{"name": name} | row for name, found in zip(ready, rows, strict=True) for row in found] + failed
+
+
+def _ready(name: str, operation: Operation, backend: str | None) -> list[Ready] | Row:
+    """Return the calls of an implementation, or its row where it fails."""
+    try:
+        return list(from_torch(operation) if name == "PyTorch" else from_jax(name, operation, backend))
+    except Exception as error:
+        return _error(name, error)
+
+
+def _error(name: str, error: Exception) -> Row:
+    """Return the row of an implementation that failed."""
+    return {"name": name, "error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _merged(rows: list[Row]) -> list[Row]:
@@ -114,15 +126,20 @@ def _merged(rows: list[Row]) -> list[Row]:
     return list(found.values())
 
 
+def _facts(operation: Operation) -> Row:
+    """Return what the rows of an operator say of it."""
+    return {key: value for key, value in operation._asdict().items() if key != "T"} | {"x": operation.T}
+
+
 def _one(options: argparse.Namespace) -> None:
     """Print the rows of one case, in a process of its own, as lines of JSON."""
     operation, *rest = json.loads(options.one)
     case = Case(Operation(*operation), *rest)
-    facts = {key: value for key, value in case.operation._asdict().items() if key != "T"} | {"x": case.operation.T}
+    facts = _facts(case.operation)
     try:
         rows = measure(case, options.repeats, options.calls, options.lock)
     except Exception as error:
-        rows = [{"name": name, "error": f"{type(error).__name__}: {error}"[:300]} for name in case.names]
+        rows = [_error(name, error) for name in case.names]
     for row in rows:
         print(json.dumps({"name": row["name"]} | facts | row), flush=True)
 
@@ -134,9 +151,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--models", nargs="+", default=["mlstm"], choices=["mlstm", *DELTA])
-    parser.add_argument("--forms", nargs="+", default=["exp"], help="of the mLSTM")
+    parser.add_argument("--forms", nargs="+", default=["exp"], choices=["exp", "sigmoid"], help="of the mLSTM")
     parser.add_argument("--head-dims", nargs="+", default=[f"{K}x{V}" for K, V in HEAD_DIMS], help="of the mLSTM")
-    parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of the mLSTM")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile in parallel")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which every process ends")
@@ -146,6 +163,11 @@ def main() -> None:
     if options.one is not None:
         _one(options)
         return
+    for T in options.lengths:
+        if T < 1 or TOKENS % T:
+            parser.error(f"argument --lengths: got {T}, expected divisors of {TOKENS}")
+    if min(options.repeats, options.calls, options.workers) < 1:
+        parser.error("argument --repeats, --calls or --workers: got less than 1")
     end = time.monotonic() + options.budget
     found: list[Row] = []
     with tempfile.NamedTemporaryFile() as lock:
@@ -186,10 +208,13 @@ def _in_a_process(case: Case, options: argparse.Namespace, end: float) -> list[R
             done = subprocess.run(
                 command, env=os.environ | kept, capture_output=True, text=True, check=False, timeout=left
             )
-            said = done.stdout
+            said, status = done.stdout, done.returncode
         except subprocess.TimeoutExpired as error:
-            said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            said, status = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or "", 0
     rows = [line for line in said.splitlines() if line.startswith("{")]
+    if status:  # it was killed, or failed before it could say why
+        error_rows = ({"name": name, "error": f"the process ended with status {status}"} for name in case.names)
+        rows += [json.dumps(row | _facts(case.operation)) for row in error_rows]
     print("\n".join(rows), flush=True)
     return [json.loads(row) for row in rows]
 
