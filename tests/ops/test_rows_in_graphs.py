@@ -199,7 +199,7 @@ def test_opcheck(form: str) -> None:
     """The operators as PyTorch tests them: their schemas, their shapes, and that they are functionalized."""
     _, pool = prefill(form, DEVICE)
     K, V = pool.C.shape[2:]
-    q, k, v = (torch.rand(2, 9, 2, d, device=DEVICE) for d in (K, K, V))
+    q, k, v = (torch.rand(2, 2, 9, d, device=DEVICE).transpose(1, 2) for d in (K, K, V))  # h is dense all the same
     f = -torch.rand(2, 9, 2, *[K] * (form == "kda"), device=DEVICE)
     i, rows = torch.rand(2, 9, 2, device=DEVICE), torch.tensor([4, -1], device=DEVICE)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -183,7 +183,7 @@ class ReferenceDelta(DeltaBackend):
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute one sequence after another."""
         given, C = self._sequences(x)
-        h, form = torch.empty_like(given.v), FORMS[spec.kernel]
+        h, form = given.v.new_empty(given.v.shape), FORMS[spec.kernel]  # dense, whatever the strides of v
         for s, (b, a, e) in enumerate(sequence_bounds(x)):
             if a < e:
                 h[b, a:e], C[s] = form(Sequence(*(t[b, a:e] for t in given)), C[s], spec)
