@@ -182,6 +182,11 @@ def test_infinite_queries_and_keys_whose_scores_are_nan_give_nan(keys: int, dtyp
         assert torch.equal(found.isnan().any(-1), nan)
 
 
+def test_no_tokens() -> None:
+    layer = build({}, 0)
+    assert layer(torch.zeros(ROWS, 0, WIDTH, dtype=torch.float64))[0].shape == (ROWS, 0, WIDTH)
+
+
 def test_compiled_for_any_number_of_tokens() -> None:
     layer, x = build({}, 0), torch.randn(ROWS, 70, WIDTH, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -169,7 +169,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool)
 def _may_be_few(keys: int) -> bool:
     """Return whether keys may be fewer than CPU_VECTOR, without binding a traced program to the answer."""
     if not torch.compiler.is_compiling():
-        return keys < CPU_VECTOR
+        return 0 < keys < CPU_VECTOR
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return not statically_known_true(keys >= CPU_VECTOR)
