@@ -428,6 +428,8 @@ def test_wrong_indices_of_a_prefill(form: str) -> None:
     ):
         with pytest.raises(kind, match=f"^{match}"):
             call(pool, **change)
+    with pytest.raises(ValueError, match=r"^state_indices: got 0, expected -1: the state has no rows"):
+        call(tfla.State(*(None if t is None else t[:0] for t in pool)), state_indices=torch.tensor([-1, 0, -1, -1]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^state_indices: got them with initial_state NoneType"):
         call(None, state_indices=torch.tensor(INDICES))
     wide = pool._replace(C=pool.C[:1].expand(pool.C.shape))

@@ -254,7 +254,8 @@ def check_values_of_indices(indices: Tensor, rows: int, name: str = "state_indic
     found: set[int] = set()
     for index in given:
         if not -1 <= index < rows:
-            raise ValueError(f"{name}: got {index}, expected -1 or from 0 to {rows - 1}, a row of the state")
+            allowed = f"-1 or from 0 to {rows - 1}, a row of the state" if rows else "-1: the state has no rows"
+            raise ValueError(f"{name}: got {index}, expected {allowed}")
         if index >= 0 and index in found:
             raise ValueError(f"{name}: got {index} more than once, expected each row of the state at most once")
         found.add(index)
