@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from cases import FORMS, Problem, error, gradients, problem, truth, truth_m
 
 import tfla
+from tfla.backends import reference, reference_delta
 
 
 def unstabilised(p: Problem) -> dict[str, torch.Tensor]:
@@ -35,3 +37,26 @@ def test_truth_is_the_recurrence() -> None:
         p = problem(form)
         found = unstabilised(p)
         assert all(error(x, truth(p)[name]) < 1e-12 for name, x in found.items()), form
+
+
+@pytest.mark.parametrize("dims", [(8, 16), (16, 32), (24, 8), (5, 7)])
+def test_a_step_has_the_same_bits_for_any_leading_dimensions_of_1(dims: tuple[int, int]) -> None:
+    """Whole sequences compute their steps without a dimension of the batch, and decoding with one."""
+    K, V = dims
+    torch.manual_seed(0)
+    q, k, v, C, n, gate = (torch.randn(3, *d) for d in ((K,), (K,), (V,), (K, V), (K,), ()))
+    log_f, beta = -gate.abs(), torch.rand(3)
+
+    def results(*lead: int) -> list[torch.Tensor]:
+        def shaped(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            return [t.view(*lead, *t.shape) for t in tensors]
+
+        found = []
+        for normalize in (False, True):
+            h, d, state = reference.step(*shaped(q, k, v, gate, log_f, C, n, gate), 0.5, normalize)
+            found += [h, d, *state]
+        found += reference_delta.step(*shaped(q, k, v, beta, log_f[:, None], k, C), 0.5, True, False)
+        return [t.flatten() for t in found]
+
+    for once, other in zip(results(), results(1), strict=True):
+        assert torch.equal(once, other)

@@ -98,6 +98,35 @@ def test_a_call_is_one_operator(form: str) -> None:
         assert [target for target in targets if "tfla" in target or "index" in target] == [f"tfla.{name}.default"]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_trace_has_the_operator_alone(form: str) -> None:
+    """Inductor traces the operator twice, and asks for two graphs of the same size."""
+    call, pool = prefill(form, DEVICE)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(lambda own, indices: call(own, state_indices=indices, return_state=True), backend=kept)(
+        pool, torch.tensor(INDICES, device=DEVICE)
+    )
+    (node,) = [node for node in graphs[0].graph.nodes if str(node.target).startswith("tfla.")]
+    args = [each.meta["example_value"] if isinstance(each, torch.fx.Node) else each for each in node.args]
+    tensors = [j for j, each in enumerate(args) if isinstance(each, Tensor)]
+
+    def run(*given: Tensor) -> Tensor:
+        own = list(args)
+        for j, t in zip(tensors, given, strict=True):
+            own[j] = t
+        h: Tensor = node.target(*own)
+        return h
+
+    traced = make_fx(run)(*(args[j] for j in tensors))
+    found = [each.target for each in traced.graph.nodes if each.op == "call_function"]
+    assert found == [node.target]
+
+
 def test_lengths_are_dynamic() -> None:
     """One graph serves other numbers of steps, of sequences and of rows."""
     generator = torch.Generator().manual_seed(0)

@@ -34,6 +34,11 @@ def bounded_denominator(d: Tensor, m: Tensor) -> Tensor:
     return torch.where(d.abs() > floor, d.abs(), floor)
 
 
+def read(C: Tensor, x: Tensor) -> Tensor:
+    """Return C^T x (..., V) for C (..., K, V) and x (..., K), with the same bits for any leading dimensions of 1."""
+    return (x[..., None, :] @ C)[..., 0, :]
+
+
 def step(
     q: Tensor,
     k: Tensor,
@@ -56,15 +61,14 @@ def step(
     """
     if not normalize:  # (22)-(24)
         C = log_f.exp()[..., None, None] * C + log_i.exp()[..., None, None] * k[..., :, None] * v[..., None, :]
-        h = torch.einsum("...kv,...k->...v", C, q) * scale
-        return h, torch.zeros_like(log_f), (C, n, m)
+        return read(C, q) * scale, torch.zeros_like(log_f), (C, n, m)
     m_new = torch.maximum(log_f + m, log_i).detach()  # (1)
     f = torch.exp(log_f + (m - m_new))  # (6)
     i = torch.exp(log_i - m_new)  # (7)
     C = f[..., None, None] * C + i[..., None, None] * k[..., :, None] * v[..., None, :]  # (2)
     n = f[..., None] * n + i[..., None] * k  # (3)
-    d = torch.einsum("...k,...k->...", n, q) * scale
-    h = torch.einsum("...kv,...k->...v", C, q) * scale / bounded_denominator(d, m_new)[..., None]  # (4)
+    d = read(n[..., None], q)[..., 0] * scale
+    h = read(C, q) * scale / bounded_denominator(d, m_new)[..., None]  # (4)
     return h, d, (C, n, m_new)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tfla.backends.base import own, sequence_bounds
 from tfla.backends.delta import DeltaBackend, DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, Saved
+from tfla.backends.reference import read
 
 
 class Sequence(NamedTuple):
@@ -46,9 +47,9 @@ def step(
     decayed = log_f.exp()[..., None] * C
     E = v
     if correct:
-        E = v - torch.einsum("...kv,...k->...v", C if read_before_decay else decayed, read_key)
+        E = v - read(C if read_before_decay else decayed, read_key)
     C = decayed + (beta[..., None] * k)[..., :, None] * E[..., None, :]
-    return scale * torch.einsum("...kv,...k->...v", C, q), C
+    return scale * read(C, q), C
 
 
 def recurrent(x: Sequence, C: Tensor, spec: DeltaSpec) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,8 @@ def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
     if torch._C._are_functorch_transforms_active():
         levels = torch._C._functorch.get_interpreter_stack() or ()
         return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+    if forward_ad._current_level < 0:  # the query below would add an operation for each tensor to a graph
+        return False
     return any(t is not None and torch._VF._unpack_dual(t, level=0).tangent is not None for t in tensors)
 
 
