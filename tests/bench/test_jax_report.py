@@ -44,17 +44,18 @@ def test_section_of_the_delta_rule() -> None:
     kda = {"model": "kda", "form": "", "heads": 32, "dhv": 128}
     result = {
         "environment": {"device": "a GPU", "date": "2026-11-26", "versions": {}},
-        "config": {"repeats": 5, "calls": 20, "models": ["gdn", "kda"]},
+        "config": {"repeats": 5, "calls": 20, "models": ["gdn", "kda"], "budget": 255.0},
         "rows": [
             row("PyTorch", 8192, 1e-3, model="gdn", form="", heads=16, dhv=128), row("JAX", 8192, 2e-3, **kda),
             row("JAX", 8192, 6e-3, **kda | {"direction": "forward + backward"}),
         ],
     }  # fmt: skip
-    text = section(result)
+    text = section(result, "jax_delta")
     assert "### JAX beside PyTorch, 65,536 tokens: GDN, KDA\n" in text
     assert "| GDN 16 x 128 x 128, ms (first call; memory) | T = 8,192 |" in text
     assert "| JAX, forward + backward | 6.000 (9.5 s; 0.50 GiB) |" in text
-    assert "`python -m tfla.bench.jax_times --models gdn kda --workers 1 --out benchmarks/results/jax.json`" in text
+    command = "python -m tfla.bench.jax_times --models gdn kda --repeats 5 --budget 255.0"
+    assert f"`{command} --out benchmarks/results/jax_delta.json`" in text
     mark = "<!-- table: jax_delta -->\n"
     assert page_tables.renew(mark, {}) == mark
     short = page_tables.renew(mark, {"jax": result})

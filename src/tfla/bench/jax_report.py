@@ -9,36 +9,44 @@ from tfla._util.markdown import table
 Row = dict[str, Any]
 
 
-def section(result: Row) -> str:
-    """Return the section of one result."""
+def section(result: Row, name: str = "jax") -> str:
+    """Return the section of one result, which is stored in a file of that name."""
     environment = result["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v)
     config = result["config"]
     rows = [row for row in result["rows"] if "seconds" in row]
     models = dict.fromkeys(_label(row).split()[0] for row in rows)
-    timed = config.get("models", ["mlstm"])
     parts = [
         f"### JAX beside PyTorch, 65,536 tokens: {', '.join(models)}",
         f"{environment['device']}, {environment['date']}; {versions}. Public functions, bfloat16, jitted in JAX. "
         f"Milliseconds: medians of {config['repeats']} runs of at least {config['calls']} calls back to back, of "
         "PyTorch and JAX in turn.",
     ]
-    for name in dict.fromkeys(map(_label, rows)):
-        own = [row for row in rows if _label(row) == name]
+    for problem in dict.fromkeys(map(_label, rows)):
+        own = [row for row in rows if _label(row) == problem]
         lengths = sorted({row["x"] for row in own})
         cells = []
         for label, direction in dict.fromkeys((row["name"], row["direction"]) for row in own):
             found = {row["x"]: row for row in own if (row["name"], row["direction"]) == (label, direction)}
             cells.append([f"{label}, {direction}", *(_cell(found.get(T)) for T in lengths)])
-        parts.append(table([f"{name}, ms (first call; memory)", *(f"T = {T:,}" for T in lengths)], cells))
+        parts.append(table([f"{problem}, ms (first call; memory)", *(f"T = {T:,}" for T in lengths)], cells))
     errors = dict.fromkeys(f"{row['name']}: {row['error']}" for row in result["rows"] if "error" in row)
     parts += [f"Not timed: {text}." for text in errors]
     parts.append(
         "The first call includes compilation with empty caches. Memory is what a call allocates beyond its inputs. "
-        f"Reproduce: `python -m tfla.bench.jax_times --models {' '.join(timed)} --workers {config.get('workers', 1)} "
-        "--out benchmarks/results/jax.json`"
+        f"Reproduce: `{_command(config)} --out benchmarks/results/{name}.json`"
     )
     return "\n\n".join(parts)
+
+
+def _command(config: Row) -> str:
+    """Return the command that measured a result, without the file that it writes."""
+    options = {key: config[key] for key in ("models", "head_dims", "repeats", "workers", "budget") if key in config}
+    given = [
+        f"--{key.replace('_', '-')} {' '.join(value) if isinstance(value, list) else value}"
+        for key, value in options.items()
+    ]
+    return " ".join(["python -m tfla.bench.jax_times", *given])
 
 
 def _label(row: Row) -> str:

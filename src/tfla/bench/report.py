@@ -67,7 +67,7 @@ def run(config: Report) -> None:
         link = Path(os.path.relpath(image, config.out.parent)).as_posix() if drawn else None
         sections.append(gpu_report.section(result, link))
     from_jax = {path.stem: result for path, result in found.items() if result.get("kind") == "jax"}
-    sections += [jax_report.section(result) for result in from_jax.values()]
+    sections += [jax_report.section(result, stem) for stem, result in from_jax.items()]
     config.out.parent.mkdir(parents=True, exist_ok=True)
     whole = "\n\n".join([INTRO.rstrip(), *sections]) + "\n"
     write_atomically(config.out, lambda path: path.write_text(whole, encoding="utf-8"))
