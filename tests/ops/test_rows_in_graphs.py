@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from cases import INTERPRETED, error
 from pool_prefills import INDICES, SEVERAL_WRITES, Call, prefill, same
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,8 +26,11 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def fresh_graphs() -> None:
+def fresh_graphs() -> Iterator[None]:
+    """Compile every graph, also one that an earlier run has stored."""
     torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True):
+        yield
 
 
 def overwriting(call: Call, **options: Any) -> Callable[[tfla.State, Tensor], Tensor]:
