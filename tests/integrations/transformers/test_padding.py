@@ -139,6 +139,28 @@ def test_compiles_without_graph_breaks(make_xlstm: Make, rows: list[Tensor], dev
         assert torch.equal(compiled(ids, attention_mask=mask, use_cache=False).logits, expected)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_compile_without_graph_breaks(
+    make_xlstm: Make, rows: list[Tensor], device: str, use_reentrant: bool
+) -> None:
+    """Gradients are those of the uncompiled model, also after a call with another mask."""
+    torch._dynamo.reset()
+    model = accelerate(make_xlstm(device=device)).train()
+    leaves = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients(run: Any, side: str) -> list[Tensor]:
+        ids, mask = padded(rows, side)
+        logits = run(ids, attention_mask=mask, use_cache=False).logits
+        return list(torch.autograd.grad(logits[mask.bool()].square().sum(), leaves))
+
+    expected = {side: gradients(model, side) for side in ("left", "right")}
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for side, exact in expected.items():
+        for found, once in zip(gradients(compiled, side), exact, strict=True):
+            assert error(found, once) <= BOUND
+
+
 @pytest.mark.parametrize("shape", [(4, WIDTH - 1), (3, WIDTH), (4, 1, WIDTH, WIDTH)])
 def test_a_mask_of_another_shape_is_named(
     make_xlstm: Make, rows: list[Tensor], device: str, shape: tuple[int, ...]

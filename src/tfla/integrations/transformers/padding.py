@@ -124,6 +124,8 @@ class MaskedCheckpoint:
 
     def _run_with_mask(self, run: Callable[..., Any], mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Call the module's function with the mask of its first call."""
+        if torch.compiler.is_compiling():  # a graph keeps the mask that it reads, and may not set it in a checkpoint
+            return run(*args, **kwargs)
         with self.padding.use_mask(mask):
             return run(*args, **kwargs)
 
