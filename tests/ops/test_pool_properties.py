@@ -127,3 +127,25 @@ def test_each_sequence_has_what_it_has_alone(
                     close(found[row : row + 1], expected)
                 else:
                     assert torch.equal(found[row], kept[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["mlstm exp", "normalized"])
+def test_a_max_state_of_16_bits_is_read_but_not_overwritten(form: str, dtype: torch.dtype) -> None:
+    """Rounding it would multiply the whole state, which is exp(m) C."""
+    (operator, *_), options = operators(form)
+    x = {name: t.float() for name, t in tensors(form, 2, 9, generator=torch.Generator().manual_seed(0)).items()}
+    rows = torch.tensor([2, 0])
+    with torch.no_grad():
+        state = operator(**x, **options, return_state=True)[1]
+        pool = tfla.State.zeros(3, HEADS, DQK, DHV)
+        pool.scatter([2, 0], state)
+        pool = pool._replace(m=pool.m.to(dtype))  # type: ignore[union-attr]
+        before = pool.clone()
+        with pytest.raises(TypeError, match=rf"^initial_state.m: got dtype {dtype}, expected torch.float32"):
+            operator(**x, **options, initial_state=pool, state_indices=rows, return_state=True)
+        h = operator(**x, **options, initial_state=pool, state_indices=rows)
+        own = pool.gather([2, 0])
+        expected = operator(**x, **options, initial_state=own._replace(m=own.m.float()))
+    torch.testing.assert_close(h, expected)
+    assert all(torch.equal(a, b) for a, b in zip(pool, before, strict=True))  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def test_compiled_calls_of_kernels_overwrite_the_rows(form: str, dense: bool) ->
 def test_a_call_is_one_operator(form: str) -> None:
     """Without a gather or a scatter; one that returns no state does not overwrite the pool, of any dtype."""
     call, wide = prefill(form, DEVICE)
-    pool = tfla.State(*(None if t is None else t.bfloat16() for t in wide))  # type: ignore[arg-type]
+    pool = wide._replace(C=wide.C.bfloat16(), n=None if wide.n is None else wide.n.bfloat16())
     indices = torch.tensor(INDICES, dtype=torch.int32, device=DEVICE)
     for returned in (False, True):
         own, traced = pool.clone(), pool.clone()

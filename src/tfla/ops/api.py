@@ -180,7 +180,7 @@ def mlstm(
         state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
             starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the final states overwrite
             these rows, but for those at -1, and the returned state is the pool. The GPU kernels read and overwrite the
-            rows themselves where the pool is float32, bfloat16 or float16, no gradients are recorded and a batch is
+            rows themselves where C and n are float32, bfloat16 or float16, no gradients are recorded and a batch is
             (1, B T, ...) without a copy; with ``states_every`` in eager calls on packed sequences and batches of one.
             In other calls the rows are gathered before the kernels and scattered after them: two passes over the
             states, not over the sequences. Further as in :func:`mlstm_step`.

@@ -213,6 +213,8 @@ def attend_by_index(
         given = [t for t in (*request, *further, *pool) if isinstance(t, Tensor)]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
+        if pool.m is not None and pool.m.dtype.itemsize == 2:
+            parts["m"] = torch.float32  # C and n stand for exp(m) C and exp(m) n: to round m would scale both
         checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")
     traced = needs_dispatcher((q, indices, *pool))
     if in_kernels is not None and (not traced or (in_graph and not transforms_active())):
