@@ -123,3 +123,17 @@ def test_bad_indices(indices: Any, error: type[Exception], message: str) -> None
         tfla.jax.mlstm(**x, state_indices=ROWS)
     with pytest.raises(ValueError, match=r"^state_indices: got them with context_parallel, expected at most one"):
         tfla.jax.mlstm(**x, initial_state=pool, state_indices=ROWS, context_parallel="x")
+
+
+def test_a_max_state_of_16_bits_is_read_but_not_written() -> None:
+    """Rounding it would multiply the whole state, which is exp(m) C."""
+    steps, x, pool = arrays("mlstm")
+    low = pool._replace(m=pool.m.astype(jnp.bfloat16))  # type: ignore[union-attr]
+    message = "m: got dtype bfloat16, expected float32 to be overwritten"
+    with pytest.raises(TypeError, match=f"^state.{message}"):
+        steps(**x, state=low, state_indices=ROWS)
+    for more in ({}, {"states_every": 1}):
+        with pytest.raises(TypeError, match=f"^initial_state.{message}"):
+            tfla.jax.mlstm(**x, initial_state=low, state_indices=ROWS, return_state=True, **more)
+    h = tfla.jax.mlstm(**x, initial_state=low, state_indices=jnp.array([4, 0, 1]))
+    close(h, tfla.jax.mlstm(**x, initial_state=low.gather(jnp.array([4, 0, 1]))))

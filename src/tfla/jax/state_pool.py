@@ -16,7 +16,7 @@ from tfla.jax.rows import check_once, is_readable
 from tfla.jax.state import State
 
 
-def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
+def check_pool(pool: object, indices: Any, sequences: int, name: str, overwritten: object = True) -> None:
     """Check a pool, whose parts have equal rows, and the indices (sequences,) of them: -1 or a row, each at most once.
 
     The values of arrays that are traced or on other devices than CPUs are not checked: the host would wait for them.
@@ -26,6 +26,7 @@ def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
         indices: the indices.
         sequences: how many there have to be.
         name: the name of the argument that is the pool.
+        overwritten: whether the call overwrites the rows.
 
     Raises:
         ValueError, TypeError: they do not fit; the message says what is allowed.
@@ -38,6 +39,8 @@ def check_pool(pool: object, indices: Any, sequences: int, name: str) -> None:
         if x is not None:  # rows that are not there would be read as zeros
             checks.check_float(f"{name}.{part}", x)
             checks.check_shape(f"{name}.{part}", x, (pool.C.shape[0], *dims))
+    if overwritten and pool.m is not None and pool.m.dtype.itemsize == 2:  # to round it would scale C and n
+        raise TypeError(f"{name}.m: got dtype {pool.m.dtype}, expected float32 to be overwritten")
     if not checks.is_array(indices) or str(indices.dtype) not in checks.INTS:
         got = indices.dtype if checks.is_array(indices) else type(indices).__name__
         raise TypeError(f"state_indices: got {got}, expected an int32 or int64 array")
@@ -105,7 +108,7 @@ def attend_by_index(
     """
     checks.check_float("q", q)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    check_pool(pool, indices, sequences, "initial_state")
+    check_pool(pool, indices, sequences, "initial_state", return_state)
     assert pool is not None
     at = jnp.asarray(indices)
     pool = State(*(None if x is None else jnp.asarray(x) for x in pool))  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def _steps(
     checks.check_inputs(q, k, v, present, time=time)
     sequences = q.shape[0]
     if state_indices is not None:
-        check_pool(state, state_indices, q.shape[0], "state")
+        check_pool(state, state_indices, q.shape[0], "state", return_state)
         sequences = state.C.shape[0]
     checks.check_state(state, sequences, q, v, normalize, "state")
     if time:
