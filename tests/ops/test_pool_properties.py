@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -149,3 +150,17 @@ def test_a_max_state_of_16_bits_is_read_but_not_overwritten(form: str, dtype: to
         expected = operator(**x, **options, initial_state=own._replace(m=own.m.float()))
     torch.testing.assert_close(h, expected)
     assert all(torch.equal(a, b) for a, b in zip(pool, before, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [(HEADS, DQK + 1, DHV), (HEADS + 1, DQK, DHV)])
+@pytest.mark.parametrize("form", ["mlstm exp", "gated delta"])
+@pytest.mark.parametrize("more", [{}, {"states_every": 4}])
+def test_errors_have_the_shape_of_the_pool(form: str, sizes: tuple[int, int, int], more: dict[str, int]) -> None:
+    (operator, *_), options = operators(form)
+    x = tensors(form, 2, 9, generator=torch.Generator().manual_seed(0))
+    pool = tfla.State.zeros(5, *sizes, normalize=form == "mlstm exp")
+    message = f"initial_state.C: got shape {(5, *sizes)}, expected {(5, HEADS, DQK, DHV)}"
+    with torch.no_grad(), pytest.raises(ValueError, match=re.escape(message)):
+        operator(
+            **x, **options, **more, initial_state=pool, state_indices=torch.tensor([2, 0]), return_state=True
+        )  # fmt: skip

@@ -216,14 +216,21 @@ def check_values_of_lengths(lengths: Tensor, T: int) -> None:
         raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {T}")
 
 
-def check_pool(pool: State, name: str) -> None:
+def check_pool(pool: State, name: str, q: object = None, v: object = None) -> None:
     """Check that the parts of a pool of states are float tensors with equally many rows on one device.
 
-    Kernels would access rows that are not there. Other dimensions are checked with the states of a call.
+    Kernels would access rows that are not there. With q and v, tensors (B, T, H, ...), C has their heads and head dims;
+    other dimensions are checked with the states of a call.
     """
     check_float(f"{name}.C", pool.C)
     if pool.C.dim() != 4:
         raise ValueError(f"{name}.C: got shape {tuple(pool.C.shape)}, expected (rows, H, dqk, dhv)")
+    if isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() == 4:
+        of_C = pool.C.shape[0], v.shape[2], q.shape[3], v.shape[3]
+        for part, x, shape in (("C", pool.C, of_C), ("n", pool.n, of_C[:3]), ("m", pool.m, of_C[:2])):
+            if x is not None:
+                check_float(f"{name}.{part}", x)
+                check_shape(f"{name}.{part}", x, shape)
     for part, x in {"n": pool.n, "m": pool.m}.items():
         if x is not None:
             check_float(f"{name}.{part}", x)

@@ -206,7 +206,7 @@ def attend_by_index(
         raise TypeError(
             f"state_indices: got them with initial_state {type(pool).__name__}, expected tfla.State, the pool"
         )
-    checks.check_pool(pool, "initial_state")
+    checks.check_pool(pool, "initial_state", q, request.v)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_state_indices(indices, sequences, pool)
     if request.return_state:

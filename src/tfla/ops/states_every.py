@@ -29,6 +29,7 @@ class _PooledCall(NamedTuple):
     """A call whose initial states are rows of a pool, as :func:`tfla.ops.state_pool.attend_by_index` takes it."""
 
     q: Tensor
+    v: Tensor | None
     state: State | None
     return_state: bool = True
 
@@ -94,7 +95,9 @@ def with_states_every(
 
     # Without such kernels all parts go from state to state outside of the pool, whose dtype may be a narrower one.
     further = *tensors.values(), *options.values()
-    h, pool = attend_by_index(_PooledCall(q, initial_state), state_indices, cu_seqlens, from_rows, further, in_kernels)
+    h, pool = attend_by_index(
+        _PooledCall(q, tensors["v"], initial_state), state_indices, cu_seqlens, from_rows, further, in_kernels
+    )
     return h, pool, between[0]
 
 
