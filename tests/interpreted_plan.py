@@ -75,7 +75,7 @@ class InterpretedPlan:
             before = {n: found[n].clone() for n in there if n in inputs}
             self.run(steps, found)
             assert all(torch.equal(x, found[n]) for n, x in before.items()), "a kernel has written an input"
-            return [found[n].numpy() for n in kept]
+            return [_to_numpy(found[n]) for n in kept]
 
         found = jax.pure_callback(run, shapes, *values.values())
         values.update(zip(kept, (vary(x, axes) for x in found), strict=True))
@@ -111,3 +111,8 @@ class InterpretedPlan:
                 arguments = [*[None if n < 0 else values[n] for n in step.read], *step.numbers]
                 with LOCK:
                     step.kernel[step.grid](*arguments, num_warps=step.num_warps, **step.constants)
+
+
+def _to_numpy(x: torch.Tensor) -> Any:
+    """Return a tensor as an array of NumPy, which has bfloat16 from JAX alone."""
+    return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()

@@ -29,8 +29,8 @@ PACKED_ALONE = "with context_parallel it takes packed sequences alone"  # it has
 class KernelArrays(NamedTuple):
     """The arrays of one call after its activations, as :class:`tfla.backends.delta.DeltaInputs` begins and ends."""
 
-    q: Array  # (B, T, Hq, dqk)
-    k: Array  # (B, T, Hq, dqk)
+    q: Array  # (B, T, Hq, dqk); kernels may divide it by its norms, see KernelSpec.options
+    k: Array  # (B, T, Hq, dqk), as q
     v: Array  # (B, T, H, dhv)
     beta: Array | None  # (B, T, H), float32 or the dtype of q; None: all 1
     log_f: Array | None  # (B, T, H) or (B, T, H, dqk), float32 or the dtype of q; kernels clamp it
@@ -52,17 +52,24 @@ Results = tuple[Array, Any]  # h and the final C
 STEPS = ("btgk", "btgk", "bthv", "bth")  # q, k, v and beta
 INPUTS = (*STEPS, "bthk", "btgk", "nhkv", "o")  # KernelArrays with gates by channel
 SAVED = ("bthv", "bthx")  # E and X
+NORMS = ("bth", "bth")  # and 1 / |q| and 1 / |k|, where kernels with at most one gate a step normalize q and k
 SAVED_OF_SEGMENTS = (*SAVED, "shkv", "shky")  # and the states at the starts of segments, and transitions of segments
 
 
 def _dims(spec: KernelSpec, x: KernelArrays, forward: bool) -> partitions.Dims:
     """Return the dims of the arguments and of the results of the forward, or else of the backward."""
-    saved = SAVED if Cut.of(x.v, spec.options) is None else SAVED_OF_SEGMENTS
+    saved: tuple[str, ...] = SAVED if Cut.of(x.v, spec.options) is None else SAVED_OF_SEGMENTS
+    saved += NORMS if _stores_norms(spec, x) else ()
     inputs = INPUTS if x.log_f is None or x.log_f.ndim == 4 else (*STEPS, "bth", *INPUTS[5:])
     if forward:
         return partitions.Dims(inputs, ("bthv", "nhkv", *saved), 7)
     there = [dims for dims, t in zip(inputs[:-1], x[:-1], strict=True) if t is not None]
     return partitions.Dims((*inputs, *saved, "bthv", "nhkv"), tuple(there), 7)
+
+
+def _stores_norms(spec: KernelSpec, x: Any) -> bool:
+    """Return whether a forward stores norms for the backward; `x` has the gates as an array or as a tensor."""
+    return bool(spec.options.normalize_qk) and (x.log_f is None or x.log_f.ndim == 3)
 
 
 def _torch_inputs(given: Signature) -> Any:
@@ -136,6 +143,8 @@ def _launch_code(backend: str) -> tuple[Any, Any]:
 def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) -> Any:
     """Return the lowered plan of a forward, or of a backward, which is also given what was saved, dh and dC.
 
+    Norms, (2, B, T, H), are one array for the plans.
+
     With a cut, the signature has segments as packed sequences, except for C and dC, which are those of whole sequences.
     A forward that saves also compiles the kernels of its backward, beside its own.
     """
@@ -149,7 +158,9 @@ def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) ->
         kernels, backward = _launch_code(spec.backend)
         if forward:
             if cut is None:
-                results = [*delta.launch_forward(recorder, x, spec.options, kernels)[:4]]
+                results = [
+                    *delta.launch_forward(recorder, x, spec.options, kernels)[: 5 if _stores_norms(spec, x) else 4]
+                ]
             else:
                 results = segments.launch_forward(spec.backend, spec.options, cut, recorder, x)
             plan = recorder.finish(results)
@@ -160,7 +171,8 @@ def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) ->
                 _plan(spec, cut, (*given, *saved, h, C if spec.options.final_state else None), False)
             return LoweredPlan(plan)
         if cut is None:
-            grads = delta.launch_backward(recorder, x, spec.options, *(*more, backward, kernels.by_channel))
+            E, X, *norms, dh, dC = more
+            grads = delta.launch_backward(recorder, x, spec.options, E, X, dh, dC, backward, kernels.by_channel, *norms)
         else:
             grads = segments.launch_backward(spec.backend, spec.options, cut, recorder, x, more)
         return LoweredPlan(
@@ -171,7 +183,9 @@ def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) ->
 def _plain(spec: KernelSpec, x: KernelArrays) -> Results:
     """Compute h and the final C in the chunkwise form; None for what the options do not ask for."""
     given = DeltaArrays(*x[:6], None, None, *x[6:])
-    rule = spec.plain.rule._replace(normalize_qk=False, beta_activation="none", gate_activation="none")
+    rule = spec.plain.rule._replace(
+        normalize_qk=spec.options.normalize_qk, beta_activation="none", gate_activation="none"
+    )
     sequences = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     h, C = chunkwise.attend(spec.plain, activated(rule, given, sequences))
     return h, C if spec.options.final_state else None
@@ -212,7 +226,8 @@ def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Any]:
 
         found: list[Array] = on_platform(_plan(spec, cut, signature(given), True), given, without_kernels)
         if cut is None:
-            return found
+            h, C, E, X, *norms = found
+            return [h, C, E, X, *(half for each in norms for half in (each if each.size else (each, each)))]
         h, C, E, X, *boundary = found
         return [cut.as_batch(h), cut.states_of_sequences(C, -1), cut.as_batch(E), cut.as_batch(X), *boundary]
 
@@ -262,6 +277,9 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
         own = KernelArrays(*arrays[:8])  # type: ignore[arg-type]
         cut, given = Cut.of(own.v, spec.options), arrays
+        if _stores_norms(spec, own):
+            E, X, *norms, dh, dC = arrays[8:]
+            given = *own, E, X, jnp.stack(norms), dh, dC  # type: ignore[arg-type]
         if cut is not None:
             E, X, starts, transitions, dh, dC = arrays[8:]
             given = *_as_segments(cut, own), cut.as_row(E), cut.as_row(X), starts, transitions, cut.as_row(dh), dC
@@ -343,8 +361,21 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
         scale=rule.scale, correct=rule.correct, read_before_decay=rule.read_before_decay, chunk_size=spec.chunk_size,
         kernel=spec.kernel, save=True, final_state=return_state,
     )  # fmt: skip
+    if rule.normalize_qk and _normalizes(spec.backend, gpu, _kernel_signature(spec, signature(x)), options):
+        options = options._replace(normalize_qk=True)
     plain = spec._replace(backend="chunkwise", kernel="segmented", chunk_size=CHUNK, offsets=None)
     return KernelSpec(spec.backend, gpu, options, plain)
+
+
+@functools.lru_cache(256)
+def _normalizes(backend: str, gpu: GPU, given: Signature, options: Any) -> bool:
+    """Return whether the kernels of a backend divide q and k by their norms, in a call and in its backward."""
+    from tfla.backends import DELTA_BACKENDS
+    from tfla.backends.gpu import runtime
+    from tfla.backends.gpu.planning import planning
+
+    with planning(runtime.PlannedGPU(*gpu)):
+        return DELTA_BACKENDS[backend].normalizes(_torch_inputs(given), options)
 
 
 def with_kernel(spec: DeltaSpec, x: DeltaArrays, kernel: str | None, chunk_size: int | None) -> DeltaSpec:
@@ -393,5 +424,7 @@ def _activated(spec: DeltaSpec, x: DeltaArrays) -> KernelArrays:
 
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations."""
+    if kernels.options.normalize_qk:  # the kernels do it
+        spec = spec._replace(rule=spec.rule._replace(normalize_qk=False))
     arrays = _activated(spec, x)
     return attend(kernels, KernelArrays(*partitions.by_types(arrays, _dims(kernels, arrays, True))))  # type: ignore[arg-type]
