@@ -5,6 +5,7 @@ They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon ker
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,7 +89,9 @@ def test_results_and_gradients(model: str, sizes: dict[str, Any]) -> None:
     found = []
     for fn in (run, compiled(run, graphs)):
         own = {name: t.clone().requires_grad_() for name, t in leaves.items()}
-        h, state = fn(own)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Dynamo")  # such as that it traces the inside of a cached function
+            h, state = fn(own)
         found.append([h, state.C, *torch.autograd.grad((h, state.C), list(own.values()), (dh, dC))])
     in_kernels = sizes.get("V", 0) <= 128
     given = read_as_given(graphs[0], torch.ops.tfla.delta.default, 5)

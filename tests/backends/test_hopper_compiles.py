@@ -195,7 +195,7 @@ def test_gates_by_channel_compile_and_fit(kernel_cache: Path) -> None:
 def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tfla.backends.hopper.fused", None)  # importing it fails
     monkeypatch.delattr(hopper, "fused", raising=False)
-    hopper._cannot_build.cache_clear()
+    hopper._error_of_kernels.cache_clear()
     try:
         with pytest.warns(UserWarning, match="using the Triton backend"):
             assert "Triton 3.6 or newer" in (hopper._cannot_build() or "")
@@ -203,4 +203,4 @@ def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> No
             warnings.simplefilter("error")
             assert hopper._cannot_build() is not None
     finally:
-        hopper._cannot_build.cache_clear()
+        hopper._error_of_kernels.cache_clear()

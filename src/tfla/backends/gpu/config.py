@@ -13,7 +13,7 @@ import torch
 import triton
 
 from tfla.backends.base import Inputs
-from tfla.backends.gpu.runtime import INTERPRETED, planned_gpu
+from tfla.backends.gpu.runtime import INTERPRETED, constant, planned_gpu
 
 SHORTEST_SEGMENT = 512  # steps; shorter segments spend more on their start than they gain
 
@@ -181,6 +181,7 @@ def products(x: Inputs) -> str:
     return float32_products() if planned is None else planned.float32_products
 
 
+@constant
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU, 1 where kernels are interpreted."""
     planned = planned_gpu(device)

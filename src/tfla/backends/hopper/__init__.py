@@ -32,9 +32,15 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
+@constant
 def _cannot_build() -> str | None:
     """Return why the installed Triton cannot build the kernels, or None. A reason is also given as a warning, once."""
+    return _error_of_kernels()
+
+
+@functools.cache
+def _error_of_kernels() -> str | None:
+    """Return :func:`_cannot_build`; Dynamo warns of cached functions that it traces."""
     try:
         from tfla.backends.hopper import delta_h, fused, fused_small_head  # noqa: F401
     except (ImportError, AttributeError) as error:
