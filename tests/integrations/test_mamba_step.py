@@ -178,6 +178,46 @@ def test_rows_below_zero_are_skipped(device: str, per_head: bool, rows: list[int
     assert torch.equal(pool, expected)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("rows", [[-1, 0, 2], [2, -1, -1], [0, 1, -7], [-1, -1, -1]], ids=str)
+def test_gradients_beside_skipped_rows(device: str, per_head: bool, rows: list[int]) -> None:
+    """They are those of the call without the skipped rows, whose inputs may be NaN."""
+    torch.manual_seed(0)
+    p, indices = problem(per_head), torch.tensor(rows)
+    taken = indices >= 0
+    leaves = {name: t.clone().requires_grad_() for name, t in p.items() if name not in ("state", "dt")}
+    pool = draw(4, HEADS, HEADDIM, DSTATE).requires_grad_()
+    cotangents = draw(BATCH, HEADS, HEADDIM), draw(*pool.shape)
+    of_batch = {name: leaves[name][taken] for name in ("x", "B", "C", "z")}
+    dt = p["dt"].clone().requires_grad_()
+    y, new = by_formula({**leaves, **of_batch, "dt": dt[taken], "state": pool[indices[taken]]}, False)
+    wanted = (y * cotangents[0][taken]).sum() + (pool.index_copy(0, indices[taken], new) * cotangents[1]).sum()
+    true = torch.autograd.grad(wanted, [*leaves.values(), dt, pool])
+
+    broken = ("x", "B", "C", "z")
+    given = {
+        name: t.detach().masked_fill(~taken.view(-1, 1, 1), float("nan")) if name in broken else t.detach()
+        for name, t in leaves.items()
+    } | {"dt": p["dt"], "state": pool.detach()}
+    if per_head:  # views that are expanded from one number a head
+        given |= {name: p[name] for name in ("A", "D", "dt_bias")}
+    given = {name: cast(t, t.dtype).to(device).requires_grad_() for name, t in given.items()}
+    after = given["state"] * 1.0
+    out = selective_state_update(**{**given, "state": after}, state_batch_indices=indices.to(device))
+    ours = torch.autograd.grad(
+        (out, after), [given[name] for name in (*leaves, "dt", "state")], [c.to(device) for c in cotangents]
+    )
+    sums = {"A": (1, 2), "D": (1,), "dt_bias": (1,), "dt": (2,)} if per_head else {}
+    for name, a, b in zip((*leaves, "dt", "pool"), ours, true, strict=True):
+        a = a.cpu()
+        if name in sums:  # the operator reads one of the expanded numbers
+            a, b = a.sum(sums[name]), b.sum(sums[name])
+        if b.abs().max() == 0:
+            assert a.abs().max() == 0, name
+        else:
+            assert error(a, b) <= TOLERANCE[torch.float64], name
+
+
 def test_the_slot_that_stands_for_padding() -> None:
     """vLLM's engine has a row of the pool for it; here it is skipped, and the row stays as it is."""
     p = {name: cast(t, torch.float32) for name, t in problem(True).items()}

@@ -139,20 +139,28 @@ def _keeps_dtype(state: Tensor, *operands: Tensor) -> bool:
 
 
 def _redirect_skipped_rows(
-    slots: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return slots of which none is negative, and inputs of the step that match them.
+    slots: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
+    """Return slots of which none is negative, which row writes each of them, inputs of the step that match, and z.
 
     A row whose slot is negative becomes a copy of the first row whose slot is not, so that both write the same state.
     If all slots are negative, all rows leave the state of slot 0 as it is. No value is read on the host.
+
+    Returns:
+        The slots; (batch,) bool, False for a copy, through whose state no gradient may pass; x, dt, B, C; and z.
     """
+    own = torch.arange(len(slots), device=slots.device)
     if not len(slots):
-        return slots, (x, dt, B, C)
+        return slots, own >= 0, (x, dt, B, C), z
     valid = slots >= 0
-    rows = torch.where(valid, torch.arange(len(slots), device=slots.device), valid.to(torch.int8).argmax())
+    rows = torch.where(valid, own, valid.to(torch.int8).argmax())
     all_skipped = ~valid[rows]
-    x, dt, B = (t[rows].masked_fill(_append_dims(all_skipped, t.dim()), 0.0) for t in (x, dt, B))
-    return slots[rows].clamp(min=0), (x, dt, B, C[rows])
+
+    def of_rows(t: Tensor) -> Tensor:
+        return t[rows].masked_fill(_append_dims(all_skipped, t.dim()), 0.0)
+
+    inputs = of_rows(x), of_rows(dt), of_rows(B), of_rows(C)
+    return slots[rows].clamp(min=0), rows == own, inputs, None if z is None else of_rows(z)
 
 
 def selective_state_update(
@@ -221,14 +229,14 @@ def selective_state_update(
     elif dt_bias is not None:
         dt, dt_bias = _append_dims(dt, 3), _append_dims(dt_bias, 2)
     dt = step_sizes(dt, dt_bias, dt_softplus)
-    old, slots, inputs = state, None, (x, dt, B, C)
+    old, slots, writes, inputs = state, None, None, (x, dt, B, C)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, x, dt, A, B, C))
     read = (x, B, C) if dt_softplus else (x, dt, B, C)  # of the operator, whose values are dt x without softplus
     by_index = state_batch_indices is not None and per_head and not recorded and _keeps_dtype(state, *read)
     if state_batch_indices is not None and by_index:
         slots = state_batch_indices.clamp(min=-1)
     elif state_batch_indices is not None:
-        slots, inputs = _redirect_skipped_rows(state_batch_indices, *inputs)  # type: ignore[assignment]
+        slots, writes, inputs, z = _redirect_skipped_rows(state_batch_indices, *inputs, z)  # type: ignore[assignment]
         old = state[slots]
     x_in, dt, B, C = inputs
     if recorded and slots is None:
@@ -242,10 +250,12 @@ def selective_state_update(
         else:
             y, new = _step_with_element_decay(old, x_in, dt, A, B, C)
         if new is not None and slots is not None:
+            if writes is not None and recorded:  # index_put hands the gradient of a row to every copy that writes it
+                new = torch.where(writes[:, None, None, None], new, new.detach())
             state[slots] = cast(new, state.dtype)
         elif new is not None:
             state.copy_(new)
-        out = compute_output(y, x, D, z)
+        out = compute_output(y, x_in, D, z)
     if state_batch_indices is None:
         return out
     return out.masked_fill((state_batch_indices < 0)[:, None, None], 0.0)
