@@ -153,7 +153,7 @@ def mlstm(
             H / Hq heads of v.
         v: (B, T, H, dhv), dtype of q. Any strides; a dense last dimension is read without a copy. Float32 is multiplied
             as `torch.set_float32_matmul_precision` says: on GPUs "highest" (the default) is IEEE, "high" tf32x3,
-            "medium" tf32. Under autocast q, k and v are cast to its dtype, whatever float dtypes they have.
+            "medium" tf32. Under autocast q, k and v are cast to its dtype, unless they are float64.
         i, f: (B, T, H), pre-activations of the input and the forget gate, any float dtype. Infinite ones are allowed
             and act as fully closed or fully open gates.
         input_gate: "exp" (mLSTMexp, with a normalizer n and a max state m) or "sigmoid" (mLSTMsig, with neither).
