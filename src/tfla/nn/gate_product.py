@@ -23,25 +23,21 @@ from torch import Tensor
 
 from tfla.nn.soft_cap import soft_cap
 from tfla.ops.derivatives import recorded_gradients
-from tfla.ops.transforms import PLAIN, needs_dispatcher, transforms_active
+from tfla.ops.transforms import PLAIN, compiles_alone, needs_dispatcher
 
 PARTS = 3  # bfloat16 numbers whose sum is a float32 number
 
 
 def unsupported(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     """Return why :func:`preactivations` does not take these tensors, or None if it does."""
-    if needs_dispatcher((x, weight, bias)) and not _is_compiled(x, weight, bias):
+    tensors = x, weight, bias
+    if needs_dispatcher(tensors) and not (compiles_alone() and all(type(t) in PLAIN for t in tensors)):
         return "a transform, a tracer other than torch.compile's or a subclass of Tensor takes part"
     if x.dtype != torch.bfloat16 or not {weight.dtype, bias.dtype}.issubset((torch.bfloat16, torch.float32)):
         return "the inputs are bfloat16, weights and biases bfloat16 or float32"
     if x.device.type != "cuda" or torch.version.cuda is None or {x.device} != {weight.device, bias.device}:
         return "all tensors are on one NVIDIA GPU"
     return None if hasattr(torch.ops.aten.mm, "dtype") else "products of bfloat16 in float32 need PyTorch 2.8 or newer"
-
-
-def _is_compiled(*tensors: Tensor) -> bool:
-    """Return whether the call is traced by torch.compile or torch.export, and by nothing else."""
-    return torch.compiler.is_compiling() and not transforms_active() and all(type(t) in PLAIN for t in tensors)
 
 
 def preactivations(x: Tensor, weight: Tensor, bias: Tensor, cap: float) -> Tensor:

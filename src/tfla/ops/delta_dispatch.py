@@ -15,7 +15,7 @@ from tfla.ops.autocast import autocast
 from tfla.ops.delta_activations import activated
 from tfla.ops.dispatch import Plan, call_signature, check_kernel
 from tfla.ops.state import State
-from tfla.ops.transforms import needs_dispatcher, transforms_active
+from tfla.ops.transforms import compiles_alone, needs_dispatcher
 
 
 class DeltaRequest(NamedTuple):
@@ -162,7 +162,7 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
     )
     spec = spec_of(request, x, backend, kernel, chunk_size)
     use_dispatcher = not cached and needs_dispatcher(x)
-    if not use_dispatcher or (torch.compiler.is_compiling() and not transforms_active()):
+    if not use_dispatcher or compiles_alone():
         # Gradients may be asked of a graph that was traced without them.
         asked = spec._replace(save=spec.save or use_dispatcher)
         if request.normalize_qk and backend.normalizes(x, asked):

@@ -25,7 +25,7 @@ from tfla.ops.registration import LIBRARY, DifferentiableOperator
 from tfla.ops.schema import Schema
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
-from tfla.ops.transforms import forward_mode, transforms_active
+from tfla.ops.transforms import forward_mode
 
 # The function that returns the inputs and the options of a call as the kernels of a backend take them that read rows of
 # a pool, or None where none does.
@@ -80,8 +80,7 @@ class RowsOperator:
         def under_autograd(keys: Any, *args: Any) -> Tensor:
             tensors = args[: schema.num_tensors]
             recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-            # To look for tangents adds views to a graph that is traced, which Inductor does not take here.
-            if recorded or (transforms_active() and forward_mode(tensors)):
+            if recorded or forward_mode(tensors):
                 return self._with_gradients(schema, args, recorded)
             with torch._C._AutoDispatchBelowAutograd():
                 h: Tensor = registered.redispatch(keys & torch._C._after_autograd_keyset, *args)

@@ -43,7 +43,9 @@ def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
     if torch._C._are_functorch_transforms_active():
         levels = torch._C._functorch.get_interpreter_stack() or ()
         return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
-    if forward_ad._current_level < 0:  # the query below would add an operation for each tensor to a graph
+    if (
+        forward_ad._current_level < 0
+    ):  # the query below adds views to a graph, which Inductor refuses for some operators
         return False
     return any(t is not None and torch._VF._unpack_dual(t, level=0).tangent is not None for t in tensors)
 
@@ -52,3 +54,8 @@ def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
 def transforms_active() -> bool:
     """Return whether a torch.func transform or a level of forward-mode AD is active, at the call or during tracing."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def compiles_alone() -> bool:
+    """Return whether torch.compile or torch.export traces the call, and no transform takes part."""
+    return torch.compiler.is_compiling() and not transforms_active()

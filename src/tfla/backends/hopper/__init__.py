@@ -40,7 +40,7 @@ def _cannot_build() -> str | None:
 
 @functools.cache
 def _error_of_kernels() -> str | None:
-    """Return :func:`_cannot_build`; Dynamo warns of cached functions that it traces."""
+    """Return the reason of :func:`_cannot_build`. Dynamo warns where it traces into a cached function."""
     try:
         from tfla.backends.hopper import delta_h, fused, fused_small_head  # noqa: F401
     except (ImportError, AttributeError) as error:

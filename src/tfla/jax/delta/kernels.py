@@ -226,8 +226,10 @@ def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Any]:
 
         found: list[Array] = on_platform(_plan(spec, cut, signature(given), True), given, without_kernels)
         if cut is None:
-            h, C, E, X, *norms = found
-            return [h, C, E, X, *(half for each in norms for half in (each if each.size else (each, each)))]
+            if _stores_norms(spec, own):  # one array of the plan is two here, whose first dim is that of the batch
+                norms = found.pop()
+                found += [*norms] if norms.size else [norms, norms]
+            return found
         h, C, E, X, *boundary = found
         return [cut.as_batch(h), cut.states_of_sequences(C, -1), cut.as_batch(E), cut.as_batch(X), *boundary]
 
