@@ -207,7 +207,6 @@ def forward_and_backward(
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     if "rows" in variant:
         pool = tfla.State.zeros(2, H, K, V, normalize=gate == "exp", dtype=pool_dtype(variant))
-        pool = pool._replace(m=pool.m if pool.m is None else pool.m.float())  # in place, m is in float32 alone
         with torch.no_grad():
             operator(initial_state=pool, state_indices=torch.tensor([1, 0]), return_state=True, **options)
         return

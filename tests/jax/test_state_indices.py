@@ -137,3 +137,15 @@ def test_a_max_state_of_16_bits_is_read_but_not_written() -> None:
             tfla.jax.mlstm(**x, initial_state=low, state_indices=ROWS, return_state=True, **more)
     h = tfla.jax.mlstm(**x, initial_state=low, state_indices=jnp.array([4, 0, 1]))
     close(h, tfla.jax.mlstm(**x, initial_state=low.gather(jnp.array([4, 0, 1]))))
+
+
+def test_zeros_in_16_bits_are_written() -> None:
+    """The max state of a pool in 16 bits is in float32, so that only C and n are rounded."""
+    _, x, pool = arrays("mlstm")
+    rows = jnp.array([4, 0, 1])
+    low, pool = (tfla.jax.State.zeros(6, *pool.C.shape[1:], dtype=dtype) for dtype in (jnp.bfloat16, pool.C.dtype))
+    found = tfla.jax.mlstm(**x, initial_state=low, state_indices=rows, return_state=True)[1]
+    exact = tfla.jax.mlstm(**x, initial_state=pool, state_indices=rows, return_state=True)[1]
+    assert found.C.dtype == found.n.dtype == jnp.bfloat16
+    assert found.m.dtype == exact.m.dtype
+    close(jax.tree.map(lambda a: a.astype(jnp.float32), found), exact, 2**-8)

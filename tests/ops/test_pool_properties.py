@@ -152,6 +152,25 @@ def test_a_max_state_of_16_bits_is_read_but_not_overwritten(form: str, dtype: to
     assert all(torch.equal(a, b) for a, b in zip(pool, before, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_zeros_of_every_dtype_are_overwritten(dtype: torch.dtype) -> None:
+    """The max state of a pool in 16 bits is in float32, so that only C and n are rounded."""
+    (operator, *_), options = operators("mlstm exp")
+    x = tensors("mlstm exp", 2, 9, generator=torch.Generator().manual_seed(0))
+    x = {name: t.to(torch.promote_types(dtype, torch.float32)) for name, t in x.items()}
+    pool = tfla.State.zeros(3, HEADS, DQK, DHV, dtype=dtype)
+    with torch.no_grad():
+        operator(**x, **options, initial_state=pool, state_indices=torch.tensor([2, 0]), return_state=True)
+        expected = operator(**x, **options, return_state=True)[1]
+    own = pool.gather([2, 0])
+    assert own.n is not None
+    assert own.C.dtype == own.n.dtype == dtype
+    torch.testing.assert_close(own.m, expected.m)
+    rounding = max(torch.finfo(dtype).eps, 1e-6)
+    for found, exact in ((own.C, expected.C), (own.n, expected.n)):
+        assert (found.double() - exact.double()).norm() <= rounding * exact.double().norm()
+
+
 @pytest.mark.parametrize("sizes", [(HEADS, DQK + 1, DHV), (HEADS + 1, DQK, DHV)])
 @pytest.mark.parametrize("form", ["mlstm exp", "gated delta"])
 @pytest.mark.parametrize("more", [{}, {"states_every": 4}])

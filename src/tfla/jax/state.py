@@ -41,7 +41,7 @@ class State(NamedTuple):
             heads: the number of heads of v.
             dqk, dhv: the sizes of a head of q and k, and of v.
             normalize: whether the state has a normalizer n and a max state m.
-            dtype: a float dtype.
+            dtype: a float dtype, that of C and n. m is at least float32: what rounds it scales the whole state.
 
         Raises:
             TypeError, ValueError: a size is no int or below 1 (batch: below 0), or dtype is no float dtype.
@@ -58,9 +58,10 @@ class State(NamedTuple):
         if not is_float:
             raise TypeError(f"dtype: got {dtype!r}, expected a float dtype")
         C = jnp.zeros((batch, heads, dqk, dhv), dtype)
-        return (
-            State(C, jnp.zeros((batch, heads, dqk), dtype), jnp.zeros((batch, heads), dtype)) if normalize else State(C)
-        )
+        if not normalize:
+            return State(C)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return State(C, jnp.zeros((batch, heads, dqk), dtype), jnp.zeros((batch, heads), wide))
 
     def stop_gradient(self) -> State:
         """Return the same state, through which no gradient passes."""

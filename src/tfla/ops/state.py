@@ -52,7 +52,7 @@ class State(NamedTuple):
             heads: the number of heads of v.
             dqk, dhv: the sizes of a head of q and k, and of v.
             normalize: whether the state has a normalizer n and a max state m.
-            dtype: a float dtype.
+            dtype: a float dtype, that of C and n. m is at least float32: what rounds it scales the whole state.
             device: the device; None is PyTorch's default.
 
         Raises:
@@ -70,7 +70,10 @@ class State(NamedTuple):
         if device is not None and not torch.compiler.is_compiling():
             device = check_device(device)
         C = torch.zeros(batch, heads, dqk, dhv, dtype=dtype, device=device)
-        return State(C, C.new_zeros(batch, heads, dqk), C.new_zeros(batch, heads)) if normalize else State(C)
+        if not normalize:
+            return State(C)
+        wide = torch.promote_types(dtype, torch.float32)
+        return State(C, C.new_zeros(batch, heads, dqk), C.new_zeros(batch, heads, dtype=wide))
 
     def detach(self) -> State:
         """Return the same state, detached from the graph of autograd."""
