@@ -157,6 +157,17 @@ def test_gradients_pass_through_a_cache() -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_a_cache_of_inference_mode_continues_outside_of_it(layers: tuple[str, ...]) -> None:
+    model, ids = make(layers), draw(2, 9)
+    with torch.inference_mode():
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+    with torch.no_grad():
+        expected = model(ids).logits[:, 6:]
+        found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6, 9)]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-10)
+
+
 def test_padding_after_the_tokens_of_a_cache_is_refused() -> None:
     model, ids = make(), draw(2, 6)
     cache = model(ids, use_cache=True).past_key_values

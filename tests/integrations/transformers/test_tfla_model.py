@@ -64,6 +64,25 @@ def test_models_are_saved_and_loaded_by_the_auto_classes(tmp_path: Path) -> None
     assert error(half(ids).logits, model(ids).logits) <= 0.1
 
 
+def test_frozen_input_gates_are_loaded_frozen(tmp_path: Path) -> None:
+    """Through the Auto classes, with the loading info and with the config's field as an argument too."""
+    model = make(("mlstm_exp", "gla", "mlstm_sig"), torch.float32, input_gate_trainable=False)
+    model.save_pretrained(tmp_path / "frozen")
+    loaded, info = TflaForCausalLM.from_pretrained(tmp_path / "frozen", output_loading_info=True)
+    assert not info["missing_keys"]
+    make(("mlstm_exp", "gla", "mlstm_sig"), torch.float32).save_pretrained(tmp_path / "trained")
+    for given in (
+        loaded,
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "frozen"),
+        TflaForCausalLM.from_pretrained(tmp_path / "trained", input_gate_trainable=False),
+    ):
+        found = {name for name, p in given.named_parameters() if not p.requires_grad}
+        assert found == {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert len(found) == 6
+    trained = TflaForCausalLM.from_pretrained(tmp_path / "frozen", input_gate_trainable=True)
+    assert all(p.requires_grad for p in trained.parameters())
+
+
 def test_a_program_without_an_import_of_tfla_loads_a_model_through_its_folder(tmp_path: Path) -> None:
     make(dtype=torch.float32).save_pretrained(tmp_path)
     code = (

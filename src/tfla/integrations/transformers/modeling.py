@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -24,6 +25,7 @@ from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
 from tfla.nn.block import Block
 from tfla.nn.layers import Unembedding, at_least_float32, input_std
+from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import LanguageModel
 from tfla.nn.soft_cap import soft_cap
 from tfla.nn.validation import check_document_start, check_ids, embed
@@ -66,7 +68,7 @@ class TflaBlock(GradientCheckpointingLayer, Block):
         documents = any(options.get(name) is not None for name in ("document_start", "cu_seqlens"))
         if not single or documents or self._has_hooks_in_mixer():
             return super().forward(x, state, **options)
-        y, after = self.step(x[:, 0], state, in_place=True)
+        y, after = self.step(x[:, 0], state, in_place=_is_writable(state))
         return y[:, None], after
 
     def _has_hooks_in_mixer(self) -> bool:
@@ -99,6 +101,21 @@ class TflaPreTrainedModel(PreTrainedModel):
             module.reset_parameters()  # type: ignore[operator]
             for parameter, value in loaded:
                 parameter.copy_(value)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, and freeze the parameters that its config freezes.
+
+        The arguments and the result are those of :meth:`transformers.PreTrainedModel.from_pretrained`, which makes new
+        parameters.
+        """
+        found = super().from_pretrained(*args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found  # a tuple with output_loading_info
+        if not model.config.input_gate_trainable:
+            for module in model.modules():
+                if isinstance(module, MLSTM):
+                    module.input_gate.requires_grad_(False)
+        return found
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -368,6 +385,13 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         if tied:
             found.lm_head.weight = found.model.embedding.weight
         return found
+
+
+def _is_writable(state: Any) -> bool:
+    """Return whether the tensors of a state may be overwritten: those of inference mode may not outside of it."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return True
+    return not any(isinstance(t, Tensor) and t.is_inference() for t in tree_leaves(state))
 
 
 def _check_labels(labels: Tensor, logits: Tensor, ignored: int) -> None:
