@@ -26,6 +26,7 @@ MODELS = list(small_models.MODELS)
 ONE_EACH = ["mamba2", "qwen3_5", "kimi_linear", "minimax"]  # a model of each recurrence
 WITHOUT_GENERATE = ["glm5_next"]  # whose text model has no head
 RECURRENT_ONLY = ["granitemoehybrid", "glm5_next"]  # whose attention in PyTorch does not keep packed sequences apart
+MAMBA2_FIELDS = {"n_groups", "mamba_n_groups", "mamba_ngroups"}  # each model with Mamba-2 has one of these
 EXACT, BOUND = TOLERANCE[torch.float64], TOLERANCE[torch.float32]
 Make = Callable[..., Any]
 Tokens = Callable[..., Tensor]
@@ -201,6 +202,25 @@ def test_a_cache_outlives_the_change_of_the_path(make: Make, tokens: Tokens, nam
         expected = continued(model, ids, 11)
         assert error(continued(model, ids, 11, accelerate), expected) <= EXACT
         assert error(continued(model, ids, 11, restore), expected) <= EXACT
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", [name for name in MODELS if small_models.MODELS[name].fields.keys() & MAMBA2_FIELDS])
+def test_gradients_pass_through_a_cache_of_mamba2(make: Make, tokens: Tokens, name: str) -> None:
+    """They are those of whole sequences. In other models the cache overwrites inputs of convolutions, an error."""
+    model, ids = accelerate(make(name)), tokens(2, 14)
+    cotangent = torch.randn(2, 14, 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = torch.autograd.grad((model(ids)[0] * cotangent).sum(), list(model.parameters()))
+    outs, cache = [], dict[str, Any]()
+    for a, b in ((0, 6), (6, 14)):
+        # Some models do not count the tokens of a cache that begins with a recurrent layer.
+        positions = {"position_ids": torch.arange(a, b)[None]} if "past_key_values" in cache else {}
+        out = model(ids[:, a:b], use_cache=True, **cache, **positions)
+        cache = {key: out[key] for key in ("cache_params", "past_key_values") if key in out}
+        outs.append(out[0])
+    found = torch.autograd.grad((torch.cat(outs, 1) * cotangent).sum(), list(model.parameters()))
+    errors = {n: error(o, e) for (n, _), o, e in zip(model.named_parameters(), found, expected, strict=True)}
+    assert all(e <= EXACT for e in errors.values()), errors
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_GENERATE])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tfla.integrations.arguments import drop_unknown
@@ -39,6 +40,9 @@ def scan(
 
     The other arguments and the results are those of that function.
     """
+    if initial_states is not None and torch.is_grad_enabled():
+        # The cache writes the new states over these, and the backward needs the old ones.
+        initial_states = initial_states.clone()
     return mamba_chunk_scan_combined(
         hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seq_lens_q, dt_softplus,
         dt_limit, return_final_states,
