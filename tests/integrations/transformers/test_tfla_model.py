@@ -419,3 +419,23 @@ def test_export_writes_the_model_and_its_tokenizer(tmp_path: Path, capsys: pytes
     capsys.readouterr()
     assert main(["export", "--checkpoint", str(tmp_path / "none"), "--to", str(tmp_path / "x")]) != 0
     assert "neither a run nor a checkpoint" in capsys.readouterr().err
+
+
+def test_export_replaces_no_run_and_no_model_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ModelConfig.from_dict(SIZES | {"vocab_size": 257, "num_blocks": 1, "layers": ("gla",)})
+    LanguageModel(config).save_pretrained(tmp_path / "own")
+    ByteTokenizer().save(tmp_path / "own")
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 20)
+    sizes = ["--model.d-model", "32", "--model.num-blocks", "1", "--model.num-heads", "2", "--context", "8"]
+    options = ["--data.paths", str(text), "--steps", "1", "--batch-size", "1", "--no-tensorboard", "--device", "cpu"]
+    assert main(["train", "--run", str(tmp_path / "run"), *sizes, *options]) == 0
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    for folder in (tmp_path / "own", tmp_path / "run", checkpoint):
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        capsys.readouterr()
+        assert main(["export", "--checkpoint", str(tmp_path / "run"), "--to", str(folder)]) == 1
+        assert f"to: got {folder}, which holds a run or a model of tfla" in capsys.readouterr().err
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for _ in range(2):  # what was exported may be exported again
+        assert main(["export", "--checkpoint", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0

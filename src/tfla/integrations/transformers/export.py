@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfla._util import outputs
-from tfla._util.errors import UserError, one_line
+from tfla._util.errors import UserError, one_line, reason
 from tfla._util.parsing import parse
 from tfla.nn import LanguageModel
+from tfla.nn.pretrained import CONFIG
 from tfla.train.checkpoint import find_model
 from tfla.train.tokenizer import HuggingFaceTokenizer, Tokenizer, find_tokenizer
 
@@ -27,7 +29,7 @@ class ExportConfig:
     checkpoint: Path
     """The folder of a run (its newest checkpoint), a checkpoint, or a model that save_pretrained of tfla.nn wrote."""
     to: Path
-    """The folder to write; files in it are replaced."""
+    """The folder to write; files in it are replaced. The folder of a run or of a model of tfla is an error."""
     tokenizer: str | None = None
     """bytes, a tokenizer.json or a folder with one; None is the tokenizer that is saved with the model."""
     dtype: str | None = None
@@ -58,7 +60,7 @@ def export(
 
     Raises:
         UserError: there is no model or no tokenizer, one of them cannot be read or converted, or the folder cannot be
-            written to; the message names it.
+            written to or holds a run, a checkpoint or a model of tfla.nn; the message names it.
     """
     import torch
 
@@ -70,6 +72,7 @@ def export(
         raise UserError('this needs transformers: pip install "tfla[train,transformers]"') from error
     source, directory = Path(checkpoint), Path(directory)
     outputs.check_folder("to", directory)
+    _check_no_model_of_tfla(directory)
     folder = find_model(source)
     found = find_tokenizer(folder, tokenizer)
     try:
@@ -84,6 +87,22 @@ def export(
         convert_tokenizer(found).save_pretrained(str(directory))
     except (OSError, ValueError) as error:
         raise UserError(one_line(error)) from error
+
+
+def _check_no_model_of_tfla(directory: Path) -> None:
+    """Raise UserError where the config.json of a run, a checkpoint or a model of tfla.nn would be replaced.
+
+    Those of transformers have a ``model_type``.
+    """
+    path = directory / CONFIG
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError:  # broken, so that nothing is lost; errors of JSON and of Unicode are ValueErrors
+        return
+    except OSError as error:
+        raise UserError(f"{path}: {reason(error)}") from error
+    if isinstance(fields, dict) and "model_type" not in fields:
+        raise UserError(f"to: got {directory}, which holds a run or a model of tfla, expected another folder")
 
 
 def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
