@@ -251,6 +251,23 @@ def test_trainer_learns_a_text_by_heart(tmp_path: Path) -> None:
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in loaded.named_parameters())
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_label_smoothing_of_the_trainer_compares_the_next_tokens(tmp_path: Path, adapted: bool) -> None:
+    pytest.importorskip("accelerate")
+    model, ids = make(dtype=torch.float32, num_blocks=2), draw(2, 12)
+    labels = ids.masked_fill(torch.arange(12) > torch.tensor([[8], [11]]), -100)
+    if adapted:
+        model = pytest.importorskip("peft").get_peft_model(
+            model, pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), label_smoothing_factor=0.2, report_to="none", use_cpu=True
+    )
+    loss = transformers.Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": labels})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    assert error(loss, F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2)) <= 1e-6
+
+
 def test_lora_trains_the_projections_alone() -> None:
     peft = pytest.importorskip("peft")
     model, ids = make(), draw(2, 12)

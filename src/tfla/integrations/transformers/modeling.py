@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from tfla.integrations.mamba.scan import check_sequence_ids
@@ -471,3 +472,5 @@ def _starts(
 
 AutoModel.register(TflaConfig, TflaModel, exist_ok=True)
 AutoModelForCausalLM.register(TflaConfig, TflaForCausalLM, exist_ok=True)
+# The Trainer looks the class up by its name, and shifts labels for label smoothing only if it is here.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TflaConfig.model_type] = TflaForCausalLM.__name__
