@@ -60,6 +60,15 @@ def test_greedy_tokens_are_those_without_a_draft(make_model: Make, ids: Tensor) 
                 assert torch.equal(text(model, ids, temperature=0, draft=draft, draft_tokens=count), expected)
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 1e-50, 1e-320])
+def test_the_smallest_top_p_takes_the_likeliest_tokens(make_model: Make, ids: Tensor, top_p: float) -> None:
+    """Also one that float32 rounds to 0."""
+    model = make_model().float()
+    expected = text(model, ids, temperature=0)
+    for draft in (None, NGram(2), make_model("mlstm_sig", seed=1).float()):
+        assert torch.equal(text(model, ids, top_p=top_p, draft=draft), expected)
+
+
 def test_the_model_accepts_all_of_its_own_greedy_proposals(
     make_model: Make, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

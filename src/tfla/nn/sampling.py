@@ -12,7 +12,7 @@ from tfla.nn.model import LanguageModel, ModelState
 # Tokens of a prompt that are processed in one call, which bounds the memory of activations.
 PREFILL = 16_384
 # Below the smallest normal float32, sampling becomes taking the likeliest token.
-SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
+SMALLEST_TEMPERATURE = SMALLEST_PROBABILITY = torch.finfo(torch.float32).tiny
 
 
 def prefill(model: LanguageModel, ids: Tensor) -> tuple[Tensor, ModelState]:
@@ -77,5 +77,6 @@ class Sampling(NamedTuple):
         ranked, tokens = ((logits - top) / self.temperature).sort(dim=-1, descending=True, stable=True)
         p = ranked[..., : logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])].softmax(-1)
         if self.top_p is not None:
-            p = p * (p.cumsum(-1) - p < self.top_p)  # keep a token if those before it have not reached top_p
+            least = max(self.top_p, SMALLEST_PROBABILITY)  # float32 rounds a smaller one to 0, which all tokens reach
+            p = p * (p.cumsum(-1) - p < least)  # keep a token if those before it have not reached top_p
         return p, tokens
