@@ -43,6 +43,15 @@ def test_greedy_tokens_are_those_of_tfla() -> None:
     assert torch.equal(generate(model, ids, do_sample=False)[:, 9:], tokens)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_text_is_generated_between_steps_of_training_with_checkpoints(reentrant: bool) -> None:
+    model, ids = make(), draw(2, 9)
+    expected = generate(model, ids, do_sample=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert torch.equal(generate(model.train(), ids, do_sample=False), expected)
+    assert model(ids, use_cache=True).past_key_values is None  # as in other models where gradients are recorded
+
+
 @pytest.mark.parametrize("given", ["static", "offloaded", "offloaded_static", "quantized", "paged"])
 @pytest.mark.parametrize("where", ["argument", "config", "model"])
 def test_other_caches_are_refused(given: str, where: str) -> None:

@@ -209,7 +209,7 @@ class TflaModel(TflaPreTrainedModel):
             raise ValueError(f"{name}: got T = 0, expected at least 1")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        checkpointing = self.gradient_checkpointing and self.training
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = past_key_values
