@@ -164,6 +164,11 @@ def test_another_layout_is_named_with_what_loads_it(tmp_path: Path, weights: lis
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=r"model_type 'xlstm'.*tfla\.integrations\.transformers\.load_xlstm loads it"):
         LanguageModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "tfla"}))
+    with pytest.raises(
+        ValueError, match=r"model_type 'tfla'.*TflaForCausalLM\.from_pretrained\(\.\.\.\)\.to_language_m"
+    ):
+        LanguageModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     with pytest.raises(ValueError, match=r"model_type 'llama', expected what save_pretrained of tfla.nn writes$"):
         LanguageModel.from_pretrained(tmp_path)

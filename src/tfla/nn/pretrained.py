@@ -193,4 +193,6 @@ def _other_layout(model_type: object) -> str:
     )
     if model_type == "xlstm":
         got += "; tfla.integrations.transformers.load_xlstm loads it (xLSTM-7B's layout)"
+    if model_type == "tfla":
+        got += "; tfla.integrations.transformers.TflaForCausalLM.from_pretrained(...).to_language_model() loads it"
     return got
