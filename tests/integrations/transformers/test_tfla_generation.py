@@ -212,6 +212,25 @@ def test_a_cache_of_other_sequences_or_of_another_model_is_named() -> None:
         make(("gla",), num_blocks=1)(ids, past_key_values=cache)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_error_leaves_the_cache_as_it_is(steps: int) -> None:
+    model, ids = make(), draw(2, 9)
+    expected = model(ids[:, : 6 + steps]).logits[:, 6:]
+    following, labels = ids[:, 6 : 6 + steps], ids[:, 6 : 6 + steps].clone()
+    labels[0, 0] = 61
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    wrong = {"labels": ids, "logits_to_keep": torch.tensor([steps]), "input_ids": following + 61}
+    for name, value in [*wrong.items(), ("labels", labels)]:
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            model(**{"input_ids": following, name: value}, past_key_values=cache)
+    assert cache.num_tokens == 6
+    kept = torch.tensor([True] * steps)  # a mask takes labels as indices do
+    for each in ({}, {"logits_to_keep": kept, "labels": following}):
+        found = model(following, past_key_values=copy.deepcopy(cache), **each).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 def test_a_generation_config_is_read() -> None:
     model = make(dtype=torch.float32)
     config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)

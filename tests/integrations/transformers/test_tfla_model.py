@@ -357,6 +357,7 @@ STARTS = torch.tensor([[True, False, True, False, False]])
         ({"labels": torch.tensor([[1, 2, 999, 3, -100]])}, "labels: got 999, expected -100 or from 0 to "),
         ({"labels": torch.tensor([[1, 2, -1, 3, -100]])}, "labels: got -1, expected -100 or from 0 to "),
         ({"logits_to_keep": -2}, "logits_to_keep: got -2, expected at least 0"),
+        ({"logits_to_keep": torch.tensor([0, 5])}, "logits_to_keep: got 5, expected an index of one of 5 positions"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:

@@ -310,8 +310,13 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected at least 0")
+        inputs = inputs_embeds if input_ids is None else input_ids
+        if isinstance(inputs, Tensor) and inputs.dim() >= 2:  # of other inputs the model says what is wrong
+            # All errors come before the model advances the cache.
+            num_kept = _count_kept(logits_to_keep, inputs.shape[1])
+            if labels is not None:
+                ignored = kwargs.get("ignore_index", -100)
+                _check_labels(labels, (inputs.shape[0], num_kept), self.config.vocab_size, ignored)
         out = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **(kwargs | {"return_dict": True}),
@@ -321,7 +326,6 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         logits = soft_cap(at_least_float32(logits), self.config.logit_soft_cap)
         loss = None
         if labels is not None:
-            _check_labels(labels, logits, kwargs.get("ignore_index", -100))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
@@ -395,17 +399,35 @@ def _is_writable(state: Any) -> bool:
     return not any(isinstance(t, Tensor) and t.is_inference() for t in tree_leaves(state))
 
 
-def _check_labels(labels: Tensor, logits: Tensor, ignored: int) -> None:
-    """Raise unless labels (B, T) fit the logits (B, T, vocab_size); values on a GPU are not read."""
+def _count_kept(logits_to_keep: int | Tensor, steps: int) -> int:
+    """Return how many of the positions of a call have logits; values on a GPU are not read.
+
+    Raises:
+        ValueError: the number is negative, or there is no position of an index.
+    """
+    if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected at least 0")
+        return min(logits_to_keep, steps) if logits_to_keep else steps
+    index = logits_to_keep
+    if index.device.type == "cpu" and index.dtype == torch.int64 and not torch.compiler.is_compiling():
+        wrong = index[(index < -steps) | (index >= steps)]
+        if len(wrong):
+            raise ValueError(f"logits_to_keep: got {int(wrong[0])}, expected an index of one of {steps} positions")
+    return int(index.sum()) if index.dtype == torch.bool else index.numel()
+
+
+def _check_labels(labels: Tensor, shape: tuple[int, int], vocab_size: int, ignored: int) -> None:
+    """Raise unless labels fit the positions (B, T) that have logits; values on a GPU are not read."""
     check_ids(labels, "(B, T)", 2, "labels")
-    if labels.shape != logits.shape[:2]:
-        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}, that of logits")
+    if tuple(labels.shape) != shape:
+        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {shape}, that of logits")
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    wrong = labels[((labels < 0) | (labels >= logits.shape[-1])) & (labels != ignored)]
+    wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignored)]
     if len(wrong):
         raise ValueError(
-            f"labels: got {int(wrong[0])}, expected {ignored} or from 0 to {logits.shape[-1] - 1}, the vocabulary"
+            f"labels: got {int(wrong[0])}, expected {ignored} or from 0 to {vocab_size - 1}, the vocabulary"
         )
 
 
