@@ -14,6 +14,7 @@ import torch
 from jax_cases import to_torch
 
 from tfla.backends.gpu.planning import (
+    AddTiles,
     Allocate,
     Copy,
     Describe,
@@ -29,7 +30,7 @@ from tfla.backends.gpu.planning import (
     SumOf,
     Tiles,
 )
-from tfla.backends.gpu.replay import resized, some_tiles
+from tfla.backends.gpu.replay import add_tiles, resized, some_tiles
 from tfla.jax.inputs import vary, varying_axes
 
 LOCK = threading.Lock()  # the interpreter is one for all threads
@@ -97,6 +98,8 @@ class InterpretedPlan:
                 values[step.result] = values[step.source][step.start : step.stop]
             elif isinstance(step, Tiles):
                 values[step.result] = some_tiles(step.rows, step.start, step.stop, values[step.source])
+            elif isinstance(step, AddTiles):
+                add_tiles(step.row, step.start, step.stop, values[step.target], values[step.source])
             elif isinstance(step, SumOf):
                 values[step.result] = values[step.source][step.row].sum(0)
             elif isinstance(step, ScaledColumns):

@@ -23,7 +23,7 @@ CACHED = (
     kernels.unsupported, kernels.best_chunk_size, plans.forward_plan, plans.backward_plan,
     step_kernels.unsupported, step_kernels.plan,
     delta_step_kernels.unsupported, delta_step_kernels.plan, delta_kernels.unsupported, delta_kernels._plan,
-    delta_kernels._normalizes,
+    delta_kernels._applied,
 )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from interpreted_bfloat16 import use_bfloat16
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import to_torch
-from jax_plans import ON_GPU, plans_run
+from jax_hopper import pytestmark, simulation
+from jax_plans import plans_run
 from torch import Tensor
 
 import tfla
@@ -29,26 +30,9 @@ import tfla.jax
 from tfla.jax import hosting
 from tfla.jax.delta import kernels
 
-ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
-pytestmark = (
-    [pytest.mark.interpreter]
-    if INTERPRETED
-    else [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="JAX has no Hopper GPU here")]
-)
-if INTERPRETED:
-    pytest.importorskip("tfla.backends.hopper.delta_h", exc_type=ImportError)
+__all__ = ["pytestmark", "simulation"]  # the marks and the fixture of all tests of these kernels
+
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulation() -> Iterator[None]:
-    if not INTERPRETED:
-        yield
-        return
-    from gluon_simulator.hopper import on_cpu
-
-    with on_cpu():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -211,17 +211,23 @@ def test_calls_of_the_delta_rule(
     dim = 128 if backend == "hopper" else 16
     q, gates = jnp.ones((1, 256, 2, dim), jnp.bfloat16), jnp.ones((1, 256, 2), dtype)
     log_f = -jnp.ones((1, 256, 2, dim), dtype) if by_channel else -gates
+    activated = by_channel and backend == "hopper"
+    parameters = {"A_log": jnp.ones(2), "dt_bias": jnp.ones((2, dim))} if activated else {}
+    options: dict[str, Any] = {"gate_activation": "softplus"} if activated else {}
 
-    def loss(q: Any, beta: Any, log_f: Any) -> Any:
-        h, last = tfla.jax.delta_rule(q, q, q, beta, log_f, return_state=True, normalize_qk=True, backend=backend)
+    def loss(q: Any, beta: Any, log_f: Any, parameters: dict[str, Any]) -> Any:
+        h, last = tfla.jax.delta_rule(
+            q, q, q, beta, log_f, return_state=True, normalize_qk=True, backend=backend, **parameters, **options
+        )  # fmt: skip
         return h.astype(jnp.float32).sum() + last.C.sum()
 
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, gates, log_f)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, gates, log_f, parameters)
     module = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = calls(module)
     assert [told["name"] for told, _ in found][: len(names)] == names
     check_parameters(found, architecture)
     assert "dot_general" not in module
+    assert not re.search("exponential|log_plus_one|rsqrt", module) or backend != "hopper"  # kernels do it
     assert delta_kernels._plan.cache_info().misses == 2  # a forward and its backward
     if backend == "hopper":  # warps of a specialized kernel are those of all its partitions
         assert max(told["threads"] for told, _ in found) >= 320
@@ -266,7 +272,7 @@ def test_parts_of_a_backward_get_whole_tensors(correct: bool, K: int, V: int, mo
     keys, values, states = ((B, T, H, K), "bfloat16"), ((B, T, H, V), "bfloat16"), ((B, H, K, V), "float32")
     saved = (values, ((B, T, H, 64), "float16")) if correct else (((0,), "float32"),) * 2
     beta = ((B, T, H), "float32") if correct else None
-    given = (keys, keys, values, beta, keys, None, states, None, *saved, values, states)
+    given = (keys, keys, values, beta, keys, None, None, None, states, None, *saved, values, states)
     plan = delta_kernels._plan(spec, None, given, False)
     arrays = [None if x is None else jax.ShapeDtypeStruct(x[0], x[1]) for x in given]
     module = jax.jit(plan).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -321,6 +327,24 @@ def test_steps_keep_float64_where_x64_is_off(compiled: bool) -> None:
         assert given.dtype == jnp.float32
     assert [x.dtype for x in found] == [jnp.float64] * 4
     assert np.array_equal(found[3], [[0, -1], [0, -2], [0, -3], [0, 0]])
+
+
+def test_sums_over_the_tiles_of_rows() -> None:
+    """What slices of rows and parts of the steps add is in the rows of the whole."""
+    x = torch.empty(3, 2, 4)
+    steps = (
+        planning.Allocate(2, (3, 2, 4), torch.float32),
+        planning.Fill(2),
+        planning.AddTiles(2, 0, 2, 0, 1),
+        planning.AddTiles(2, 2, 3, 1, 0),
+        planning.AddTiles(2, 0, 2, 0, 0),
+    )
+    plan = launches.LoweredPlan(planning.LaunchPlan((True, True), steps, (2,), {2: x}))
+    first, last = (np.random.default_rng(n).random((2, 2, 6, 4), np.float32) for n in range(2))  # 2 heads, 6 tiles
+    (found,) = jax.jit(plan)([jnp.asarray(first), jnp.asarray(last)])
+    both = first.sum(0)
+    expected = [both[:, :3].sum(1), both[:, 3:].sum(1), last[0].sum(1)]
+    np.testing.assert_allclose(found, np.stack(expected), rtol=1e-6)
 
 
 def test_rows_are_the_memory_of_the_whole() -> None:

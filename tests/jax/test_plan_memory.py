@@ -68,7 +68,7 @@ def measure(model: str, H: int, K: int, V: int) -> int:
         return (B, T, H, *shape), dtype
 
     gates = tokens(dtype="float32") if model == "gdn" else tokens(K)
-    given = (tokens(K), tokens(K), tokens(V), tokens(dtype="float32"), gates, None, None, None)
+    given = (tokens(K), tokens(K), tokens(V), tokens(dtype="float32"), gates, *[None] * 5)
     options = DeltaSpec(
         scale=1.0, correct=model != "gla", read_before_decay=False, chunk_size=1 << 30, kernel="fused", save=True,
         final_state=False,

@@ -24,6 +24,7 @@ from jax import Array
 
 from tfla.backends.gpu import side_by_side
 from tfla.backends.gpu.planning import (
+    AddTiles,
     Allocate,
     Copy,
     Describe,
@@ -248,7 +249,7 @@ class _RowsOfTensors:
 
 def _read(step: Step) -> Sequence[int]:
     """Return the numbers of the tensors that a step other than a launch reads, but for those whose rows it takes."""
-    if isinstance(step, Copy | Resize | Tiles | SumOf | Gather):
+    if isinstance(step, Copy | Resize | Tiles | AddTiles | SumOf | Gather):
         return (step.source,)
     return step.sources if isinstance(step, ScaledColumns) else ()
 
@@ -306,6 +307,11 @@ class LoweredPlan:
                 x = values[step.source]
                 by_rows = x.reshape(x.shape[0], step.rows, -1, *x.shape[2:])
                 values[step.result] = by_rows[:, :, step.start : step.stop].reshape(x.shape[0], -1, *x.shape[2:])
+            elif isinstance(step, AddTiles):
+                x, total = values[step.source][step.row], values[step.target]
+                by_rows = x.reshape(x.shape[0], step.stop - step.start, -1, *x.shape[2:])
+                own = total[step.start : step.stop] + by_rows.sum(2).swapaxes(0, 1)
+                values[step.target] = jnp.concatenate([total[: step.start], own, total[step.stop :]])
             elif isinstance(step, SumOf):
                 values[step.result] = values[step.source][step.row].sum(0)
             elif isinstance(step, ScaledColumns):

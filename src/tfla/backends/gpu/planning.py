@@ -71,6 +71,16 @@ class Tiles(NamedTuple):
     stop: int
 
 
+class AddTiles(NamedTuple):
+    """The addition of source[row], (H, rows * tiles, ...), summed over the tiles of each row, to target[start:stop]."""
+
+    target: int
+    start: int
+    stop: int
+    source: int
+    row: int
+
+
 class SumOf(NamedTuple):
     """The sum of source[row] over its first dim."""
 
@@ -120,7 +130,10 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-Step = Allocate | Fill | Copy | Resize | Rows | Tiles | SumOf | ScaledColumns | Gather | Places | Describe | Launch
+Step = (
+    Allocate | Fill | Copy | Resize | Rows | Tiles | AddTiles | SumOf | ScaledColumns | Gather | Places | Describe
+    | Launch
+)  # fmt: skip
 
 
 class LaunchPlan(NamedTuple):
@@ -225,6 +238,10 @@ class PlanRecorder(LaunchRecorder):
         made = some_tiles(rows, start, stop, x)
         self.plan.append(Tiles(self._new_number(made), self.numbers[id(x)], rows, start, stop))
         return made
+
+    def add_tiles(self, total: Tensor, start: int, stop: int, x: Tensor, index: int) -> None:
+        """Record the addition of sums over tiles."""
+        self.plan.append(AddTiles(self.numbers[id(total)], start, stop, self.numbers[id(x)], index))
 
     def sum_of(self, x: Tensor, index: int) -> Tensor:
         """Record a sum."""

@@ -114,6 +114,12 @@ def some_tiles(rows: int, start: int, stop: int, x: Tensor) -> Tensor:
     return x.unflatten(1, (rows, -1))[:, :, start:stop].flatten(1, 2).contiguous()
 
 
+def add_tiles(index: int, start: int, stop: int, total: Tensor, x: Tensor) -> Tensor:
+    """Add x[index], (H, rows * tiles, ...), summed over the tiles of each row, to total[start:stop], (rows, H, ...)."""
+    total[start:stop] += x[index].unflatten(1, (stop - start, -1)).sum(2).transpose(0, 1)
+    return total
+
+
 def fill_with_ones(x: Tensor) -> Tensor:
     """Write 1 to all of x and return it."""
     return x.fill_(1.0)
@@ -220,6 +226,10 @@ class LaunchRecorder:
         """Return a dense copy of the tiles [start, stop) of each of `rows` batch rows of x, (H, rows * tiles, ...)."""
         found: Tensor = self.do(functools.partial(some_tiles, rows, start, stop), x)
         return found
+
+    def add_tiles(self, total: Tensor, start: int, stop: int, x: Tensor, index: int) -> None:
+        """Add x[index], (H, rows * tiles, ...), summed over the tiles of each row, to total[start:stop]."""
+        self.do(functools.partial(add_tiles, index, start, stop), total, x)
 
     def sum_of(self, x: Tensor, index: int) -> Tensor:
         """Return the sum of x[index] over its first dim."""

@@ -241,6 +241,15 @@ class ChannelContext:
             return None
         return base.zeros(2, base.H, base.tiles, base.K)
 
+    def new_row_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """Allocate what rows add to the gradients of A_log and dt_bias, (B, H, dqk) zeros, or None for what is not."""
+        base, x = self.base, self.x
+        activated = self.spec.gate_activation != "none"
+        of_rate, of_bias = (
+            base.zeros(base.B, base.H, base.K) if activated and t is not None else None for t in (x.A_log, x.dt_bias)
+        )
+        return of_rate, of_bias
+
     def new_dots(self, programs: int) -> Tensor | None:
         """Allocate dv . E for this many parts of dhv, (programs, B, T, H) float32; None where dbeta needs none."""
         base = self.base
@@ -323,7 +332,7 @@ def backward(
     errors, X, dC = E if correct else x.v, X if correct else None, results.dense(base, dC)
     slices = [BatchSlice(base, *rows) for rows in ctx.slices(kernels)]
     zeros = ctx.of_rows(slices[0]).zeros_of_plan(kernels, dC)  # no slice has more rows
-    sums: list[Tensor] = []  # of the gradients of A_log and dt_bias, a tensor for each slice
+    sums = ctx.new_row_sums()
     for part in slices:
         of_rows = grads._replace(
             q=part.tokens(grads.q), k=part.tokens(grads.k), read_key=part.tokens(grads.read_key),
@@ -332,14 +341,14 @@ def backward(
         with base.recorder.temporary():
             _backward_of_rows(
                 ctx.of_rows(part), part.tokens(errors), part.tokens(X), part.tokens(dh), part(dC), part.tokens(dv),
-                part(dC0), of_rows, sums, zeros, kernels,
+                part(dC0), of_rows, sums, (part.start, part.stop), zeros, kernels,
             )  # fmt: skip
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None
     dlog_f = grads.log_f if x.log_f is not None else None
     sequences.clear(base, *(t for t in (dbeta, dlog_f) if t is not None))
-    of_rate, of_bias = _activation_gradients(ctx, sums)
+    of_rate, of_bias = _activation_gradients(ctx, *sums)
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta, dlog_f, read_key, of_rate, of_bias, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))
@@ -347,8 +356,8 @@ def backward(
 
 def _backward_of_rows(
     ctx: ChannelContext, errors: Tensor, X: Tensor | None, dh: Tensor, dC: Tensor | None, dv: Tensor,
-    dC0: Tensor | None, grads: channel_gradients.Gradients, sums: list[Tensor], zeros: Tensor | None,
-    kernels: ChannelKernels,
+    dC0: Tensor | None, grads: channel_gradients.Gradients, sums: tuple[Tensor | None, ...], rows: tuple[int, int],
+    zeros: Tensor | None, kernels: ChannelKernels,
 ) -> None:  # fmt: skip
     """Launch the backward of some batch rows.
 
@@ -358,7 +367,9 @@ def _backward_of_rows(
         X: What the forward stored, or None without correction.
         dh, dC: The cotangents of h, with dense rows, and of the final states, dense.
         dv, dC0, grads: The outputs. Operands of scans lie in those that a kernel computes after it has read them.
-        sums: Gets what these rows add to the gradients of A_log and dt_bias for each channel, (2, H, dqk).
+        sums: What each row of the call adds to the gradients of A_log and of dt_bias for each channel, (rows of the
+            call, H, dqk) or None: outputs, to which parts of the steps add.
+        rows: The first of these rows in the call, and the one after the last.
         zeros: The result of :meth:`ChannelContext.zeros_of_plan`.
         kernels: The launchers.
     """
@@ -392,23 +403,23 @@ def _backward_of_rows(
             channel_gradients.launch(
                 of_part, read, do, of_v, E, before, cotangents, dots, part.fields(grads), kernels.gradients, by_tile
             )  # fmt: skip
-        if by_tile is not None:
-            sums.append(base.do(lambda t: t.sum(2), by_tile))
+        for index, total in enumerate(sums):
+            if total is not None and by_tile is not None:
+                base.recorder.add_tiles(total, *rows, by_tile, index)
 
 
-def _activation_gradients(ctx: ChannelContext, sums: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of A_log and dt_bias, from the sums over some steps, (2, H, dqk) each; None of what is not.
+def _activation_gradients(
+    ctx: ChannelContext, of_rate: Tensor | None, of_bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of A_log and dt_bias from sums of each batch row and channel, (B, H, dqk) each, or None.
 
-    They are added in the order of the list, so that they do not vary between runs.
+    Hosts of plans get these sums, since they may have divided the rows over devices.
     """
-    if not sums:
-        return None, None
-    do, A_log, bias = ctx.base.do, ctx.x.A_log, ctx.x.dt_bias
-    total = sums[0]
-    for other in sums[1:]:
-        total = do(torch.add, total, other)
-    by_heads = None if bias is None else bias.dim() == 1
+    if ctx.base.recorder.one_pointer_each:
+        return of_rate, of_bias
+    do, bias = ctx.base.do, ctx.x.dt_bias
+    dims = (0, 2) if bias is not None and bias.dim() == 1 else 0
     return (
-        None if A_log is None else do(lambda t: t[0].sum(1), total),
-        None if bias is None else do(lambda t: t[1].sum(1) if by_heads else t[1], total),
+        None if of_rate is None else do(lambda t: t.sum((0, 2)), of_rate),
+        None if of_bias is None else do(lambda t: t.sum(dims), of_bias),
     )

@@ -15,6 +15,7 @@ from jax import Array
 from tfla.jax import partitions
 from tfla.jax.chunkwise import CHUNK
 from tfla.jax.delta import chunkwise, segments
+from tfla.jax.delta.activations import log_gate
 from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
 from tfla.jax.delta.segments import BY_SEGMENTS, Cut
 from tfla.jax.hosting import by_batch, on_platform, with_empty, without_empty
@@ -27,14 +28,19 @@ PACKED_ALONE = "with context_parallel it takes packed sequences alone"  # it has
 
 
 class KernelArrays(NamedTuple):
-    """The arrays of one call after its activations, as :class:`tfla.backends.delta.DeltaInputs` begins and ends."""
+    """The arrays of one call as :class:`tfla.backends.delta.DeltaInputs`, after those activations kernels do not apply.
 
-    q: Array  # (B, T, Hq, dqk); kernels may divide it by its norms, see KernelSpec.options
-    k: Array  # (B, T, Hq, dqk), as q
+    KernelSpec.options say which they apply.
+    """
+
+    q: Array  # (B, T, Hq, dqk)
+    k: Array  # (B, T, Hq, dqk)
     v: Array  # (B, T, H, dhv)
     beta: Array | None  # (B, T, H), float32 or the dtype of q; None: all 1
     log_f: Array | None  # (B, T, H) or (B, T, H, dqk), float32 or the dtype of q; kernels clamp it
     read_key: Array | None  # (B, T, Hq, dqk)
+    A_log: Array | None  # (H,) float32, where kernels apply the activation of the gates
+    dt_bias: Array | None  # (H,) or (H, dqk) float32, likewise
     C: Array | None  # (N, H, dqk, dhv) float32
     cu_seqlens: Array | None  # (N + 1,) int
 
@@ -48,9 +54,11 @@ class KernelSpec(NamedTuple):
     plain: DeltaSpec  # of the same call in the chunkwise form
 
 
+GIVEN = len(KernelArrays._fields)
 Results = tuple[Array, Any]  # h and the final C
 STEPS = ("btgk", "btgk", "bthv", "bth")  # q, k, v and beta
-INPUTS = (*STEPS, "bthk", "btgk", "nhkv", "o")  # KernelArrays with gates by channel
+INPUTS = (*STEPS, "bthk", "btgk", "h", "hk", "nhkv", "o")  # KernelArrays with gates by channel
+OF_PARAMETERS = ("bhk", "bhk")  # what each row of the batch adds to the gradients of A_log and dt_bias
 SAVED = ("bthv", "bthx")  # E and X
 NORMS = ("bth", "bth")  # and 1 / |q| and 1 / |k|, where kernels with at most one gate a step normalize q and k
 SAVED_OF_SEGMENTS = (*SAVED, "shkv", "shky")  # and the states at the starts of segments, and transitions of segments
@@ -60,11 +68,14 @@ def _dims(spec: KernelSpec, x: KernelArrays, forward: bool) -> partitions.Dims:
     """Return the dims of the arguments and of the results of the forward, or else of the backward."""
     saved: tuple[str, ...] = SAVED if Cut.of(x.v, spec.options) is None else SAVED_OF_SEGMENTS
     saved += NORMS if _stores_norms(spec, x) else ()
-    inputs = INPUTS if x.log_f is None or x.log_f.ndim == 4 else (*STEPS, "bth", *INPUTS[5:])
+    by_channel = x.log_f is None or x.log_f.ndim == 4
+    bias = "h" if x.dt_bias is not None and x.dt_bias.ndim == 1 else "hk"
+    inputs = (*STEPS, "bthk" if by_channel else "bth", *INPUTS[5:7], bias, *INPUTS[8:])
     if forward:
-        return partitions.Dims(inputs, ("bthv", "nhkv", *saved), 7)
-    there = [dims for dims, t in zip(inputs[:-1], x[:-1], strict=True) if t is not None]
-    return partitions.Dims((*inputs, *saved, "bthv", "nhkv"), tuple(there), 7)
+        return partitions.Dims(inputs, ("bthv", "nhkv", *saved), GIVEN - 1)
+    gradients = *inputs[:6], *OF_PARAMETERS, "nhkv"
+    there = [dims for dims, t in zip(gradients, x[:-1], strict=True) if t is not None]
+    return partitions.Dims((*inputs, *saved, "bthv", "nhkv"), tuple(there), GIVEN - 1)
 
 
 def _stores_norms(spec: KernelSpec, x: Any) -> bool:
@@ -76,8 +87,7 @@ def _torch_inputs(given: Signature) -> Any:
     """Return the inputs as tensors of the meta device."""
     from tfla.backends import DeltaInputs as TorchInputs
 
-    q, k, v, beta, log_f, read_key, C, cu_seqlens = torch_inputs(given)
-    return TorchInputs(q, k, v, beta, log_f, read_key, None, None, C, cu_seqlens)
+    return TorchInputs(*torch_inputs(given))
 
 
 @functools.lru_cache(1024)
@@ -153,8 +163,8 @@ def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) ->
     from tfla.jax.launches import LoweredPlan
 
     with planning.planning_side_by_side(runtime.PlannedGPU(*spec.gpu)):
-        x, more = _torch_inputs(given[:8]), torch_inputs(given[8:])
-        recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
+        x, more = _torch_inputs(given[:GIVEN]), torch_inputs(given[GIVEN:])
+        recorder = planning.PlanRecorder([*x, *more])
         kernels, backward = _launch_code(spec.backend)
         if forward:
             if cut is None:
@@ -182,13 +192,14 @@ def _plan(spec: KernelSpec, cut: Cut | None, given: Signature, forward: bool) ->
 
 def _plain(spec: KernelSpec, x: KernelArrays) -> Results:
     """Compute h and the final C in the chunkwise form; None for what the options do not ask for."""
-    given = DeltaArrays(*x[:6], None, None, *x[6:])
+    options = spec.options
     rule = spec.plain.rule._replace(
-        normalize_qk=spec.options.normalize_qk, beta_activation="none", gate_activation="none"
-    )
+        normalize_qk=options.normalize_qk, beta_activation="none", gate_activation=options.gate_activation,
+        lower_bound=options.lower_bound,
+    )  # fmt: skip
     sequences = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    h, C = chunkwise.attend(spec.plain, activated(rule, given, sequences))
-    return h, C if spec.options.final_state else None
+    h, C = chunkwise.attend(spec.plain, activated(rule, DeltaArrays(*x), sequences))
+    return h, C if options.final_state else None
 
 
 def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> KernelArrays:
@@ -198,14 +209,38 @@ def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> 
     return found
 
 
+def _gradients_by_row(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> KernelArrays:
+    """Compute the gradients, those of A_log and dt_bias as kernels do: for each row of the batch, (B, H, dqk)."""
+    o = spec.options
+    if x.log_f is None or (x.A_log is None and x.dt_bias is None):
+        return _plain_gradients(spec, x, cotangents)
+    activation = functools.partial(log_gate, activation=o.gate_activation, lower_bound=o.lower_bound)
+    gates = activation(x.log_f, A_log=x.A_log, dt_bias=x.dt_bias)
+    plain = spec._replace(options=o._replace(gate_activation="none"))
+    found = _plain_gradients(plain, x._replace(log_f=gates, A_log=None, dt_bias=None), cotangents)
+
+    def of_row(f: Array, cotangent: Array) -> Any:
+        _, pull = jax.vjp(
+            lambda f, A_log, dt_bias: activation(f[None], A_log=A_log, dt_bias=dt_bias), f, x.A_log, x.dt_bias
+        )
+        return pull(cotangent[None])
+
+    def by_channel(g: Array | None) -> Array | None:  # a number of a head stands in its first channel
+        return g if g is None or g.ndim == 3 else jnp.pad(g[..., None], [(0, 0), (0, 0), (0, x.q.shape[3] - 1)])
+
+    assert found.log_f is not None
+    log_f, A_log, dt_bias = jax.vmap(of_row)(x.log_f, found.log_f)
+    return found._replace(log_f=log_f, A_log=by_channel(A_log), dt_bias=by_channel(dt_bias))
+
+
 def _as_segments(cut: Cut, x: KernelArrays) -> KernelArrays:
     """Return the arrays of a dense call with its segments as packed sequences; C stays that of whole sequences."""
-    return KernelArrays._make([*map(cut.as_row, x[:6]), x.C, cut.offsets(x.v)])
+    return KernelArrays._make([*map(cut.as_row, x[:6]), *x[6:9], cut.offsets(x.v)])
 
 
 def _as_sequences(cut: Cut, x: KernelArrays) -> KernelArrays:
     """Return the arrays of a dense call, the inverse of `_as_segments`."""
-    return KernelArrays._make([*map(cut.as_batch, x[:6]), x.C, None])
+    return KernelArrays._make([*map(cut.as_batch, x[:6]), *x[6:9], None])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -277,23 +312,23 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
     dh, dC = cotangents
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
-        own = KernelArrays(*arrays[:8])  # type: ignore[arg-type]
+        own = KernelArrays(*arrays[:GIVEN])  # type: ignore[arg-type]
         cut, given = Cut.of(own.v, spec.options), arrays
         if _stores_norms(spec, own):
-            E, X, *norms, dh, dC = arrays[8:]
+            E, X, *norms, dh, dC = arrays[GIVEN:]
             given = *own, E, X, jnp.stack(norms), dh, dC  # type: ignore[arg-type]
         if cut is not None:
-            E, X, starts, transitions, dh, dC = arrays[8:]
+            E, X, starts, transitions, dh, dC = arrays[GIVEN:]
             given = *_as_segments(cut, own), cut.as_row(E), cut.as_row(X), starts, transitions, cut.as_row(dh), dC
 
         def without_kernels(whole: list[Array | None]) -> list[Array | None]:
-            x, dh = KernelArrays(*whole[:8]), whole[-2]  # type: ignore[arg-type]
+            x, dh = KernelArrays(*whole[:GIVEN]), whole[-2]  # type: ignore[arg-type]
             assert dh is not None
             if cut is not None:
                 x, dh = _as_sequences(cut, x), cut.as_batch(dh)
-            found: list[Any] = list(_plain_gradients(spec, x, (dh, whole[-1]))[:7])
+            found: list[Any] = list(_gradients_by_row(spec, x, (dh, whole[-1]))[:-1])
             if cut is not None:
-                found = [*map(cut.as_row, found[:6]), cut.states_of_segments(found[6], 0)]
+                found = [*map(cut.as_row, found[:6]), *found[6:8], cut.states_of_segments(found[8], 0)]
             return [g for g, t in zip(found, whole, strict=False) if t is not None]
 
         found: list[Array] = on_platform(_plan(spec, cut, signature(given), False), given, without_kernels)
@@ -303,8 +338,12 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
         return [*map(cut.as_batch, found[:steps]), *(cut.states_of_sequences(g, 0) for g in found[steps:])]
 
     found = by_batch(launch, (*x, *with_empty(saved), dh, dC), _dims(spec, x, False))
-    every: Any = [None if t is None else found.pop(0).astype(t.dtype) for t in x[:7]]
-    return KernelArrays._make([*every, None])
+    every = KernelArrays._make([*(None if t is None else found.pop(0) for t in x[:-1]), None])
+    if every.A_log is not None:
+        every = every._replace(A_log=every.A_log.sum((0, 2)))
+    if every.dt_bias is not None and x.dt_bias is not None:
+        every = every._replace(dt_bias=every.dt_bias.sum((0, 2) if x.dt_bias.ndim == 1 else 0))
+    return KernelArrays._make(None if g is None else g.astype(t.dtype) for g, t in zip(every, x, strict=True))  # type: ignore[union-attr]
 
 
 def _gradients_forward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cotangents: Results) -> tuple[Any, Any]:
@@ -327,12 +366,23 @@ _saving.defvjp(_saving_forward, _backward)
 gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
-def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
+def arrays_of(
+    spec: DeltaSpec, given: DeltaArrays, normalize_qk: bool = False, activate_gates: bool = False
+) -> KernelArrays:
     """Return the arrays that kernels read: activations are applied, and what is not given is None.
 
     Write strengths and gates without an activation that have the dtype of q are read as they are.
+
+    Args:
+        spec, given: the options and the arrays of a checked call.
+        normalize_qk, activate_gates: whether the kernels themselves divide q and k by their norms, and apply the
+            activation of the gates.
     """
-    rule = spec.rule
+    rule, numbers = spec.rule, given[6:8]  # A_log and dt_bias
+    if normalize_qk:
+        rule = rule._replace(normalize_qk=False)
+    if activate_gates:
+        rule = rule._replace(gate_activation="none")
     x: DeltaInputs = activated(rule, given, spec.sequences)
     beta, log_f = None if given.beta is None else x.beta, None
     if rule.beta_activation == "none" and given.beta is not None and given.beta.dtype == x.q.dtype:
@@ -340,10 +390,15 @@ def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
     if given.log_f is not None:
         as_given = rule.gate_activation == "none" and given.log_f.dtype == x.q.dtype
         log_f = given.log_f if as_given else x.log_f if given.log_f.ndim == 4 else x.log_f[..., 0]
+        if activate_gates and not as_given:
+            log_f = given.log_f.astype(jnp.float32)
+    A_log, dt_bias = (t.astype(jnp.float32) if activate_gates and t is not None else None for t in numbers)
     offsets = x.cu_seqlens if spec.offsets is None else jnp.asarray(spec.offsets, jnp.int32)
     return KernelArrays(
-        x.q, x.k, x.v, beta, log_f, None if given.read_key is None else x.read_key, None if given.C is None else x.C,
-        offsets,
+        *vary_alike(
+            x.q, x.k, x.v, beta, log_f, None if given.read_key is None else x.read_key, A_log, dt_bias,
+            None if given.C is None else x.C, offsets,
+        )
     )  # fmt: skip
 
 
@@ -363,21 +418,26 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
         scale=rule.scale, correct=rule.correct, read_before_decay=rule.read_before_decay, chunk_size=spec.chunk_size,
         kernel=spec.kernel, save=True, final_state=return_state,
     )  # fmt: skip
-    if rule.normalize_qk and _normalizes(spec.backend, gpu, _kernel_signature(spec, signature(x)), options):
+    normalizes, activates = _applied(spec.backend, gpu, _kernel_signature(spec, signature(x)), options)
+    if rule.normalize_qk and normalizes:
         options = options._replace(normalize_qk=True)
+    if rule.gate_activation != "none" and activates:
+        activation: Any = rule.gate_activation
+        options = options._replace(gate_activation=activation, lower_bound=rule.lower_bound)
     plain = spec._replace(backend="chunkwise", kernel="segmented", chunk_size=CHUNK, offsets=None)
     return KernelSpec(spec.backend, gpu, options, plain)
 
 
 @functools.lru_cache(256)
-def _normalizes(backend: str, gpu: GPU, given: Signature, options: Any) -> bool:
-    """Return whether the kernels of a backend divide q and k by their norms, in a call and in its backward."""
+def _applied(backend: str, gpu: GPU, given: Signature, options: Any) -> tuple[bool, bool]:
+    """Return whether the kernels of a call and of its backward divide q and k by their norms, and activate gates."""
     from tfla.backends import DELTA_BACKENDS
     from tfla.backends.gpu import runtime
     from tfla.backends.gpu.planning import planning
 
+    x, chosen = _torch_inputs(given), DELTA_BACKENDS[backend]
     with planning(runtime.PlannedGPU(*gpu)):
-        return DELTA_BACKENDS[backend].normalizes(_torch_inputs(given), options)
+        return chosen.normalizes(x, options), chosen.activates(x, options)
 
 
 def with_kernel(spec: DeltaSpec, x: DeltaArrays, kernel: str | None, chunk_size: int | None) -> DeltaSpec:
@@ -418,15 +478,11 @@ def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int,
         return saved.chunk_C[0][0], backend.details(inputs, options.chunk_size, options.kernel)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _activated(spec: DeltaSpec, x: DeltaArrays) -> KernelArrays:
-    """Return the arrays that kernels read, varying over the same mesh axes."""
-    return KernelArrays(*vary_alike(*arrays_of(spec, x)))
-
-
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations."""
-    if kernels.options.normalize_qk:  # the kernels do it
-        spec = spec._replace(rule=spec.rule._replace(normalize_qk=False))
-    arrays = _activated(spec, x)
+    options = kernels.options
+    arrays = _arrays_of(spec, x, options.normalize_qk, options.gate_activation != "none")
     return attend(kernels, KernelArrays(*partitions.by_types(arrays, _dims(kernels, arrays, True))))  # type: ignore[arg-type]
+
+
+_arrays_of = jax.jit(arrays_of, static_argnums=(0, 2, 3))
