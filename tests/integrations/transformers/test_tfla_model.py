@@ -133,6 +133,18 @@ def test_indices_of_documents() -> None:
         model(ids, seq_idx=index)
 
 
+def test_documents_start_after_padding_too() -> None:
+    """The tokens of a padded row are those of its documents, wherever padding is and whatever index it has."""
+    model, ids = make(), draw(2, 12)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1], [0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]])
+    index = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 5, 0, 0, 0, 1, 1, 1, 1]])
+    documents = [[[0, 1, 2], [5, 6, 7, 8], [10, 11]], [[2, 3, 5, 6, 7], [8, 9, 10]]]
+    logits = model(ids, attention_mask=mask, seq_idx=index).logits
+    for row, places in enumerate(documents):
+        for place in places:
+            assert error(logits[row : row + 1, place], model(ids[row : row + 1, place]).logits) <= 1e-10
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_padding_changes_no_result(side: str) -> None:
     model, ids = make(), draw(2, 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.integrations.transformers.padding import repeat_last_outputs, select_new_tokens
@@ -28,16 +29,25 @@ class LeftAligned(NamedTuple):
         """Return which rows have no token, (B,) bool."""
         return ~self.mask.any(1)
 
-    def starts(self, more: Tensor | None) -> Tensor:
+    def starts(self, more: Tensor | None, seq_idx: Tensor | None) -> Tensor:
         """Return where documents start, (B, T) bool in the order of the model.
 
         Args:
             more: (B, T) bool in the order of the caller, True at tokens that also start one; None is no others.
+            seq_idx: (B, T) int in the order of the caller, the index of the document to which a token belongs, or None.
+                A document also starts at a token whose index is not that of the token before, without padding.
         """
-        if more is None:
-            return self.document_start
-        tokens = more & self.mask
-        return self.document_start | (tokens if self.order is None else tokens.gather(1, self.order))
+        found = self.document_start
+        if more is not None:
+            found = found | self._in_order(more & self.mask)
+        if seq_idx is not None:
+            changes = F.pad(self._in_order(seq_idx).diff(dim=1) != 0, (1, 0))
+            found = found | (changes & self._in_order(self.mask))
+        return found
+
+    def _in_order(self, t: Tensor) -> Tensor:
+        """Return t (B, T) in the order of the model."""
+        return t if self.order is None else t.gather(1, self.order)
 
     def arrange(self, x: Tensor) -> Tensor:
         """Return x (B, T, d) in the order of the model."""

@@ -234,7 +234,10 @@ class TflaModel(TflaPreTrainedModel):
         if aligned is not None:
             if cu_seqlens is not None or document_start is not None:
                 raise ValueError("attention_mask: got padding together with documents, expected at most one of them")
-            document_start = aligned.starts(_starts(position_ids, seq_idx, x, continues=False, divided=False))
+            if seq_idx is not None:
+                check_sequence_ids(seq_idx, x, "the embeddings")
+            more = _starts(position_ids, None, x, continues=False, divided=False)
+            document_start = aligned.starts(more, seq_idx)
             x = aligned.arrange(x)
         elif cu_seqlens is None and document_start is None:
             document_start = _starts(position_ids, seq_idx, x, state is not None, group is not None)
