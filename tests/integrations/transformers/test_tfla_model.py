@@ -187,6 +187,19 @@ def test_tied_embeddings_and_resized_ones(tmp_path: Path) -> None:
     assert error(model(ids).logits[..., :61], before) <= 1e-12
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_parameters_stay_frozen_when_converted(tied: bool) -> None:
+    model = make(tie_word_embeddings=tied)
+    model.model.embedding.requires_grad_(False)
+    model.model.blocks[1].requires_grad_(False)
+    own = model.to_language_model()
+    again = TflaForCausalLM.from_language_model(own)
+    expected = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert {name for name, p in again.named_parameters() if not p.requires_grad} == expected
+    frozen = {name for name, p in own.named_parameters() if not p.requires_grad}
+    assert frozen == {name.removeprefix("model.") for name in expected}
+
+
 def test_tied_embeddings_stay_tied_when_converted(tmp_path: Path) -> None:
     model, ids = make(tie_word_embeddings=True), draw(2, 9)
     own = model.to_language_model()

@@ -360,17 +360,24 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         return parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
     def to_language_model(self) -> LanguageModel:
-        """Return a :class:`tfla.nn.LanguageModel` whose parameters share their memory with those of this model."""
+        """Return a :class:`tfla.nn.LanguageModel` whose parameters share their memory with those of this model.
+
+        Frozen parameters stay frozen.
+        """
         with torch.device("meta"):
             model = LanguageModel(self.config.to_model_config())
         model.load_state_dict({own_name(name): t for name, t in self.state_dict().items()}, assign=True)
         if self.lm_head.weight is self.model.embedding.weight:
             model.unembedding.weight = model.embedding.weight
+        for name, parameter in self.named_parameters():
+            model.get_parameter(own_name(name)).requires_grad_(parameter.requires_grad)
         return model
 
     @classmethod
     def from_language_model(cls, model: LanguageModel, **kwargs: Any) -> TflaForCausalLM:
         """Return a model whose parameters share their memory with those of a model of tfla.nn.
+
+        Frozen parameters stay frozen.
 
         Args:
             model: the model.
@@ -392,6 +399,8 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         found.load_state_dict({name: tensors[own_name(name)] for name in found.state_dict()}, assign=True)
         if tied:
             found.lm_head.weight = found.model.embedding.weight
+        for name, parameter in found.named_parameters():
+            parameter.requires_grad_(model.get_parameter(own_name(name)).requires_grad)
         return found
 
 
