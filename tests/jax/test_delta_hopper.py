@@ -83,6 +83,8 @@ NORMALIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "wide, which takes normalized keys": ("gdn", {"T": 70, "K": 72, "V": 136}),
     "kda": ("kda", {"T": 70, "K": 128, "dtype": torch.bfloat16}),
     "kda, packed": ("kda", {"lengths": (5, 0, 66), "K": 72, "V": 136, "dtype": torch.bfloat16}),
+    "segments": ("gdn", {"T": 150, "K": 64, "H": 2, "B": 2}),
+    "segments, wide, which take normalized keys": ("gdn", {"T": 70, "K": 64, "V": 136}),
 }
 
 
@@ -105,8 +107,9 @@ def test_norms_in_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return spec
 
     monkeypatch.setattr(kernels, "prepare", recorded)
-    found = solve(p, normalize_qk=True)
-    assert by_kernels == [not case.startswith("wide")]
+    cut: dict[str, Any] = {"kernel": "segmented", "chunk_size": 64} if "segments" in case else {}
+    found = solve(p, normalize_qk=True, **cut)
+    assert by_kernels == ["wide" not in case]
     leaves = {name: t.detach().double().requires_grad_() for name, t in p.leaves.items()}
     given = dict(leaves)
     state = tfla.State(given.pop("C")) if "C" in given else None

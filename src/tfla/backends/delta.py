@@ -88,7 +88,7 @@ class DeltaOutputs(NamedTuple):
     E: Tensor  # (B, T, H, dhv), prediction errors
     X: Tensor  # (B, T, H, TILE), the rows of X of every tile; columns beyond the tile's steps are not read
     # (rows, H, dqk, dhv), states at the starts of chunks; or, where kernels with at most one gate a step normalize q
-    # and k (`DeltaBackend.normalizes`), (2, B, T, H) float32, 1 / |q| and 1 / |k|.
+    # and k (`DeltaBackend.normalizes`), (2, B, T, H) float32, 1 / |q| and 1 / |k|; or both, flat, of segments.
     chunk_C: Tensor
 
 

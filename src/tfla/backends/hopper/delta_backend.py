@@ -119,13 +119,13 @@ class HopperDelta(TritonDelta):
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
         """Return whether the kernels divide q and k by their norms.
 
-        Those with at most one gate a step do so, in a backward for whole sequences where dhv is at most 128.
+        Those with at most one gate a step do so, in a backward where dhv is at most 128.
         """
         from tfla.backends.triton import delta
 
         if delta.takes_channel_kernels(x, spec):
             return self.activates(x, spec)
-        return not spec.save or (spec.kernel != BY_SEGMENTS and x.v.shape[3] <= LARGEST_WITH_NORMS)
+        return not spec.save or x.v.shape[3] <= LARGEST_WITH_NORMS
 
     def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
         """Return whether the kernels apply the activation of the gates, which have one gate for each channel then.

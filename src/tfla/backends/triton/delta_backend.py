@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,13 @@ class TritonDelta(DeltaBackend):
         if not correct:
             return Saved(((0,), torch.float32), ((0,), torch.float32), states)
         return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE), correction_dtype(x)), states)
+
+    def stored(self, x: DeltaInputs, spec: DeltaSpec) -> Saved:
+        """Return what a forward with `save` stores; of segments norms follow what is stored without them."""
+        found, states = super().stored(x, spec), self.saved(x, spec.correct, spec.chunk_size, spec.kernel).chunk_C
+        if spec.kernel != BY_SEGMENTS or found.chunk_C == states:
+            return found
+        return found._replace(chunk_C=((math.prod(states[0]) + math.prod(found.chunk_C[0]),), torch.float32))
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""

@@ -20,6 +20,8 @@ delta_h_scan, which comes after both, stores the state after the last segment of
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -260,10 +262,33 @@ def offsets_of(device: torch.device, batch: int, T: int, steps: int) -> Tensor:
         return torch.tensor([*starts, batch * T], dtype=torch.int32, device=device)
 
 
-def _stored(recorder: LaunchRecorder, x: DeltaInputs, boundary: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states at segment starts and the transitions of segments, which share the memory of a tensor."""
-    N, H, K, V = x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]
-    return recorder.reuse(boundary, 0, (N, H, K, V)), recorder.reuse(boundary, N * H * K * V, (N, H, K, K))
+class Stored(NamedTuple):
+    """The tensors that a forward stores of its segments, in this order in the memory of one tensor."""
+
+    starts: Tensor  # (N, H, dqk, dhv) float32, the states at their starts
+    transitions: Tensor  # (N, H, dqk, dqk) float32
+    norms: Tensor | None  # (2, 1, B T, H) float32, 1 / |q| and 1 / |k|, where the kernels normalize q and k
+
+    @staticmethod
+    def shapes(x: DeltaInputs, spec: DeltaSpec) -> list[tuple[int, ...]]:
+        """Return the shapes of what there is."""
+        (B, T, H, V), K, N = x.v.shape, x.q.shape[3], x.sequences
+        return [(N, H, K, V), (N, H, K, K), *[(2, B, T, H)] * spec.normalize_qk]
+
+    @staticmethod
+    def new(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> Tensor:
+        """Allocate the tensor."""
+        if spec.normalize_qk:
+            return recorder.new(sum(map(math.prod, Stored.shapes(x, spec))))
+        return recorder.new(x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3] + x.q.shape[3])
+
+    @staticmethod
+    def within(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, memory: Tensor) -> Stored:
+        """Return what is in the memory of the tensor."""
+        shapes = Stored.shapes(x, spec)
+        ends = itertools.accumulate(map(math.prod, shapes), initial=0)
+        starts, transitions, *norms = (recorder.reuse(memory, at, shape) for at, shape in zip(ends, shapes))  # noqa: B905
+        return Stored(starts, transitions, norms[0] if norms else None)
 
 
 def launch_action(
@@ -327,13 +352,17 @@ class SegmentRows(NamedTuple):
 
 
 def context(
-    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None, rows: SegmentRows | None = None
-) -> delta.DeltaContext:
-    """Return the context of a call of segments from the states C before them, or None; with `rows`, x.C is the pool."""
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None,
+    rows: SegmentRows | None = None, norms: Tensor | None = None,
+) -> delta.DeltaContext:  # fmt: skip
+    """Return the context of a call of segments from the states C before them, or None; with `rows`, x.C is the pool.
+
+    `norms` are those of :class:`Stored`, which a forward fills; None where the kernels do not normalize q and k.
+    """
     final_rows = None if rows is None or x.C is None else rows.final_rows(x.C)
     x = x._replace(C=C)
     base, beta = delta.launch_context(recorder, x, spec, None if rows is None else rows.starts, final_rows)
-    return delta.context(base, x, spec, beta)
+    return delta.context(base, x, spec, beta, norms)
 
 
 class ForwardKernels(NamedTuple):
@@ -438,11 +467,11 @@ def run_forward(
         with recording(signature, given) as recorder:
             own = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
             of_rows: Any = SegmentRows(*recorder.given[len(x) :]) if more else None  # type: ignore[arg-type]
-            boundary = recorder.new(own.sequences, own.v.shape[2], own.q.shape[3], own.v.shape[3] + own.q.shape[3])
-            stored = _stored(recorder, own, boundary)
-            ctx = context(recorder, own, spec, None if of_rows is None else stored[0], of_rows)
-            out = forward(ctx, own.C, cut.segments, kernels, *stored, rows=of_rows)
-            out = out._replace(chunk_C=boundary if spec.save else out.chunk_C)
+            memory = Stored.new(recorder, own, spec)
+            stored = Stored.within(recorder, own, spec, memory)
+            ctx = context(recorder, own, spec, None if of_rows is None else stored.starts, of_rows, stored.norms)
+            out = forward(ctx, own.C, cut.segments, kernels, stored.starts, stored.transitions, rows=of_rows)
+            out = out._replace(chunk_C=memory if spec.save else out.chunk_C)
             recorder.results = out
     C = cut.states_of_sequences(out.C, -1) if spec.final_state and rows is None else out.C
     E = cut.as_batch(out.E) if spec.save else out.E
@@ -464,14 +493,15 @@ def run_backward(
     else:
         with recording(signature, given) as recorder:
             inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
-            E, X, boundary, cotangent, of_final = recorder.given[len(x) :]
+            E, X, memory, cotangent, of_final = recorder.given[len(x) :]
             assert E is not None
             assert X is not None
-            assert boundary is not None
+            assert memory is not None
             assert cotangent is not None
-            ctx = context(recorder, inputs, spec)
-            starts, transitions = _stored(recorder, inputs, boundary)
-            contexts = ctx, context(recorder, inputs, spec, starts)
+            starts, transitions, norms = Stored.within(recorder, inputs, spec, memory)
+            contexts = (
+                context(recorder, inputs, spec, norms=norms), context(recorder, inputs, spec, starts, norms=norms)
+            )  # fmt: skip
             grads = backward(contexts, E, X, transitions, cotangent, of_final, cut.segments, kernels)
             recorder.results = grads  # type: ignore[assignment]
     per_step = [None if t is None else cut.as_batch(g) for g, t in zip(grads, x[:6], strict=False)]  # type: ignore[arg-type]

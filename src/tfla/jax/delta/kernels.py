@@ -260,13 +260,15 @@ def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Any]:
             return [cut.as_row(h), cut.states_of_segments(C, -1)]
 
         found: list[Array] = on_platform(_plan(spec, cut, signature(given), True), given, without_kernels)
+        norms: list[Array] = []
+        if _stores_norms(spec, own):  # one array of the plan is two here, whose first dim is that of the batch
+            both = found.pop()
+            norms = [*both] if both.size else [both, both]
         if cut is None:
-            if _stores_norms(spec, own):  # one array of the plan is two here, whose first dim is that of the batch
-                norms = found.pop()
-                found += [*norms] if norms.size else [norms, norms]
-            return found
-        h, C, E, X, *boundary = found
-        return [cut.as_batch(h), cut.states_of_sequences(C, -1), cut.as_batch(E), cut.as_batch(X), *boundary]
+            return found + norms
+        h, C, E, X, *of_segments = found
+        first = cut.as_batch(h), cut.states_of_sequences(C, -1), cut.as_batch(E), cut.as_batch(X)
+        return [*first, *of_segments, *map(cut.as_batch, norms)]
 
     h, C, *saved = by_batch(launch, x, _dims(spec, x, True))
     return [h, C if spec.options.final_state else None, *without_empty(saved)]
@@ -313,13 +315,15 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
         own = KernelArrays(*arrays[:GIVEN])  # type: ignore[arg-type]
-        cut, given = Cut.of(own.v, spec.options), arrays
+        cut = Cut.of(own.v, spec.options)
+        given: tuple[Array | None, ...]
+        E, X, *more, dh, dC = arrays[GIVEN:]
         if _stores_norms(spec, own):
-            E, X, *norms, dh, dC = arrays[GIVEN:]
-            given = *own, E, X, jnp.stack(norms), dh, dC  # type: ignore[arg-type]
+            more, norms = more[:-2], more[-2:]
+            more = [*more, jnp.stack(norms if cut is None else [*map(cut.as_row, norms)])]  # type: ignore[arg-type]
+        given = *own, E, X, *more, dh, dC
         if cut is not None:
-            E, X, starts, transitions, dh, dC = arrays[GIVEN:]
-            given = *_as_segments(cut, own), cut.as_row(E), cut.as_row(X), starts, transitions, cut.as_row(dh), dC
+            given = *_as_segments(cut, own), cut.as_row(E), cut.as_row(X), *more, cut.as_row(dh), dC
 
         def without_kernels(whole: list[Array | None]) -> list[Array | None]:
             x, dh = KernelArrays(*whole[:GIVEN]), whole[-2]  # type: ignore[arg-type]

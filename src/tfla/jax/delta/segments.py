@@ -86,20 +86,20 @@ def launch_forward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any) 
         x: the segments as packed sequences; x.C are the states before whole sequences, or None.
 
     Returns:
-        h, the final C of all segments, E, X, the states at the starts of segments, and the transitions of segments;
-        results that the options do not ask for are empty.
+        h, the final C of all segments, E, X, and what :class:`.Stored` of PyTorch's launch code has; results that the
+        options do not ask for are empty.
     """
     from tfla.backends import DELTA_BACKENDS
     from tfla.backends.triton import delta_segments
     from tfla.backends.triton.delta_backend import in_segments
 
-    ctx = delta_segments.context(recorder, x, in_segments(options))
-    base = ctx.base
-    count = delta_segments.count_segments(cut.batch, cut.T, base.H, cut.steps)
-    stored = [base.new(x.sequences, base.H, base.K, size) for size in (base.V, base.K)]
+    stored = [recorder.new(*shape) for shape in delta_segments.Stored.shapes(x, options)]
+    starts, transitions, *norms = stored
+    ctx = delta_segments.context(recorder, x, in_segments(options), norms=norms[0] if norms else None)
+    count = delta_segments.count_segments(cut.batch, cut.T, ctx.base.H, cut.steps)
     kernels = DELTA_BACKENDS[backend].segment_kernels()  # type: ignore[attr-defined]
-    out = delta_segments.forward(ctx, x.C, count, kernels, *stored)
-    return [*out[:4], *(stored if options.save else [base.placeholder(0) for _ in stored])]
+    out = delta_segments.forward(ctx, x.C, count, kernels, starts, transitions)
+    return [*out[:4], *(stored if options.save else [recorder.placeholder(0) for _ in stored])]
 
 
 def launch_backward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any, more: Any) -> Any:
@@ -107,16 +107,18 @@ def launch_backward(backend: str, options: Any, cut: Cut, recorder: Any, x: Any,
 
     Args:
         backend, options, cut, recorder, x: as in :func:`launch_forward`.
-        more: E, X, the states at the starts of segments and their transitions, as the forward returned them; dh; and
-            dC of whole sequences, or None.
+        more: what the forward returned, from E on; dh; and dC of whole sequences, or None.
     """
     from tfla.backends import DELTA_BACKENDS
     from tfla.backends.triton import delta_segments
     from tfla.backends.triton.delta_backend import in_segments
 
-    E, X, starts, transitions, dh, dC = more
-    spec = in_segments(options)
-    contexts = delta_segments.context(recorder, x, spec), delta_segments.context(recorder, x, spec, starts)
+    E, X, starts, transitions, *own, dh, dC = more
+    spec, norms = in_segments(options), own[0] if own else None
+    contexts = (
+        delta_segments.context(recorder, x, spec, norms=norms),
+        delta_segments.context(recorder, x, spec, starts, norms=norms),
+    )
     count = delta_segments.count_segments(cut.batch, cut.T, contexts[0].base.H, cut.steps)
     kernels = DELTA_BACKENDS[backend].segment_gradients()  # type: ignore[attr-defined]
     return delta_segments.backward(contexts, E, X, transitions, dh, dC, count, kernels)
