@@ -149,3 +149,12 @@ def test_zeros_in_16_bits_are_written() -> None:
     assert found.C.dtype == found.n.dtype == jnp.bfloat16
     assert found.m.dtype == exact.m.dtype
     close(jax.tree.map(lambda a: a.astype(jnp.float32), found), exact, 2**-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float16, jnp.float32, float, "float64"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_dtypes_of_zeros(dtype: Any, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        kept = jax.dtypes.canonicalize_dtype(dtype)
+        C, n, m = tfla.jax.State.zeros(2, 1, 4, 4, dtype=dtype)
+    assert (C.dtype, n.dtype, m.dtype) == (kept, kept, jnp.float64 if kept == jnp.float64 else jnp.float32)

@@ -385,6 +385,14 @@ def test_sizes_of_a_state(sizes: tuple, kind: type[Exception], message: str) -> 
     assert torch.compile(State.zeros, fullgraph=True, backend="eager")(1, 1, 4, 4, device="cpu").C.shape == (1, 1, 4, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.float64])
+def test_dtypes_of_a_state(dtype: torch.dtype) -> None:
+    C, n, m = State.zeros(2, 1, 4, 4, dtype=dtype)
+    assert n is not None
+    assert m is not None
+    assert (C.dtype, n.dtype, m.dtype) == (dtype, dtype, torch.float64 if dtype.itemsize == 8 else torch.float32)
+
+
 @pytest.mark.parametrize("batch", [0, -1, 1.0, "2", None])
 def test_batches_of_an_initial_state(make_model: Make, batch: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^batch_size: got .*expected "):

@@ -60,7 +60,7 @@ class State(NamedTuple):
         C = jnp.zeros((batch, heads, dqk, dhv), dtype)
         if not normalize:
             return State(C)
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = jnp.float64 if C.dtype == jnp.float64 else jnp.float32
         return State(C, jnp.zeros((batch, heads, dqk), dtype), jnp.zeros((batch, heads), wide))
 
     def stop_gradient(self) -> State:

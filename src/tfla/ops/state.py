@@ -72,7 +72,7 @@ class State(NamedTuple):
         C = torch.zeros(batch, heads, dqk, dhv, dtype=dtype, device=device)
         if not normalize:
             return State(C)
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         return State(C, C.new_zeros(batch, heads, dqk), C.new_zeros(batch, heads, dtype=wide))
 
     def detach(self) -> State:
