@@ -142,6 +142,31 @@ def test_a_graph_that_was_traced_without_gradients(model: str) -> None:
         assert torch.equal(eager, mine)
 
 
+@pytest.mark.parametrize("cut", [{}, {"kernel": "segmented", "chunk_size": 64}], ids=["whole sequences", "segments"])
+def test_maps_over_cotangents_of_an_exported_program(cut: dict[str, Any]) -> None:
+    """Norms of all rows of a batch are not divided among the calls that torch.vmap merges."""
+    run, leaves, dh, _ = call("gdn", {"T": 70, "K": 64, "V": 64, "H": 1, "Hq": 1, "B": 1})
+    weights = torch.stack([dh, dh.flip(1), 2 * dh])
+
+    class Module(torch.nn.Module):
+        def forward(self, leaves: Leaves) -> Tensor:
+            h: Tensor = run(leaves, **cut)[0]
+            return h
+
+    with torch.no_grad():
+        program = torch.export.export(Module(), (leaves,)).module()
+
+    def total(leaves: Leaves, weights: Tensor) -> Tensor:
+        return (program(leaves) * weights).flatten(-4).sum(-1)  # type: ignore[no-any-return]
+
+    found = torch.func.jacrev(total)(leaves, weights)
+    under_vmap = torch.vmap(torch.func.grad(total), in_dims=(None, 0))(leaves, weights)
+    for j, each in enumerate(weights):
+        for name, exact in torch.func.grad(total)(leaves, each).items():
+            assert error(found[name][j], exact) <= 1e-6
+            assert error(under_vmap[name][j], exact) <= 1e-6
+
+
 @pytest.mark.parametrize("model", ["gdn", "kda"])
 def test_shapes_of_results(model: str) -> None:
     """Tracing predicts the shapes of what a forward stores, norms among them."""

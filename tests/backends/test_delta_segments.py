@@ -14,6 +14,7 @@ import tfla
 from tfla.backends import DELTA_BACKENDS
 from tfla.backends.delta import DeltaInputs
 from tfla.backends.gpu.runtime import PlannedGPU, planned_for
+from tfla.ops.delta_operator import delta
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 pytestmark = [pytest.mark.interpreter] if INTERPRETED else on_gpu
@@ -122,6 +123,36 @@ def test_without_gradients() -> None:
     alone = BACKEND.forward(x, spec._replace(save=False, final_state=False))
     assert torch.equal(alone.h, whole.h)
     assert [t.numel() for t in alone[1:]] == [0] * 4
+
+
+def test_maps_over_cotangents_and_inputs() -> None:
+    """What a forward stores of all rows of a batch is not divided among the calls that torch.vmap merges."""
+    p = delta_problem("gdn", T=70, B=1, K=16, V=16, H=1, Hq=1, dtype=DTYPE)
+    leaves = {name: t.to(DEVICE) for name, t in p.leaves.items() if name != "C"}
+    weights = torch.stack([p.dh, p.dh.flip(1), 2 * p.dh]).to(DEVICE)
+
+    def total(leaves: dict[str, Tensor], weights: Tensor) -> Tensor:
+        h = tfla.delta_rule(**leaves, backend="triton", kernel="segmented", chunk_size=64)  # type: ignore[call-overload]
+        return (h * weights).flatten(-4).sum(-1)  # type: ignore[no-any-return]
+
+    gradients = torch.func.grad(total)
+    of_cotangents = torch.func.jacrev(total)(leaves, weights)
+    both = {name: torch.stack([t, t.flip(1)]) for name, t in leaves.items()}
+    of_inputs = torch.vmap(torch.func.jacrev(total), in_dims=(0, None))(both, weights)
+    for j, each in enumerate(weights):
+        for name, exact in gradients(leaves, each).items():
+            assert error(of_cotangents[name][j], exact) <= 1e-6
+            assert error(of_inputs[name][0, j], exact) <= 1e-6
+        for name, exact in gradients({name: t[1] for name, t in both.items()}, each).items():
+            assert error(of_inputs[name][1, j], exact) <= 1e-6
+
+
+def test_tracing_predicts_dense_final_states() -> None:
+    """They are rows of the states of all segments, but compiled code reads them as dense."""
+    p = delta_problem("gdn", T=70, B=2, K=16, V=16, H=1, Hq=1, dtype=DTYPE)
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    args = delta.forward_schema.pack(x, (), "triton", p.spec("segmented", 64))
+    torch.library.opcheck(torch.ops.tfla.delta.default, args, test_utils="test_faketensor")
 
 
 def test_cotangents_of_initial_states_alone() -> None:

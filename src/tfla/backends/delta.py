@@ -192,6 +192,10 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
             return found
         return found._replace(chunk_C=((2, *x.v.shape[:3]), torch.float32))
 
+    def stores_whole_batch(self, spec: DeltaSpec) -> bool:
+        """Return whether `DeltaOutputs.chunk_C` of a forward with `save` may have no rows of single batch rows."""
+        return False
+
     @abstractmethod
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""

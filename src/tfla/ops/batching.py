@@ -20,13 +20,14 @@ def _split(t: Tensor, size: int) -> Tensor:
 
 
 def call(
-    operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], without_batch: Sequence[int]
-) -> Any:
+    operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], without_batch: Sequence[int],
+    one_by_one: bool,
+) -> Any:  # fmt: skip
     """Call an operator on a mapped dimension that is merged into the batch, the first dimension of tensors.
 
     Where one of the arguments at the positions `without_batch` is given, that is not possible: it has no dimension of
     the batch, or, as cu_seqlens, it requires a batch of 1. The operator is then called once for each index of the
-    mapped dimension.
+    mapped dimension, as with `one_by_one`.
 
     Args:
         operator: the registered operator, which returns a tuple of tensors.
@@ -34,12 +35,13 @@ def call(
         in_dims: the mapped dimension of each argument; None: the argument is not mapped.
         args: the arguments; those that are not tensors are options.
         without_batch: positions of arguments.
+        one_by_one: whether tensors that a forward stores have no dimension of the batch.
 
     Returns:
         The results, and the mapped dimension of each; None for an empty one, which stands for no result.
     """
     args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
-    if any(args[j] is not None for j in without_batch):
+    if one_by_one or any(args[j] is not None for j in without_batch):
         calls = [operator(*(t[j].contiguous() if isinstance(t, Tensor) else t for t in args)) for j in range(size)]
         found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
         return found, (0,) * len(found)

@@ -68,6 +68,7 @@ delta = DifferentiableOperator(
     saved=("E", "X", "chunk_C"), backends=DELTA_BACKENDS, check=_check, shapes=_shapes, gradients=_gradients,
     num_read=_num_read, results=_results, differentiable=delta_differentiable.delta,
     flops=(flops.delta_flops, flops.delta_gradient_flops), without_batch=("A_log", "dt_bias"),
+    stores_whole_batch=lambda backend, spec: DELTA_BACKENDS[backend].stores_whole_batch(spec),
 )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
         flops: the formulas of forward and backward for PyTorch's counter, of the shapes of the inputs, the name of the
             backend and the options.
         without_batch: the inputs without a dimension of the batch, apart from `cu_seqlens`.
+        stores_whole_batch: whether what a forward with `save` stores for all rows of the batch is one tensor that is
+            not divided by rows, from the name of the backend and the options.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
         differentiable: Callable[[X, S], Out],
         flops: tuple[Callable[[Any, str, S], int], Callable[[Any, str, S], int]],
         without_batch: Sequence[str] = (),
+        stores_whole_batch: Callable[[str, S], bool] = lambda backend, spec: False,
     ) -> None:
         self.outputs, self.backends, self.check, self.shapes, self.gradients = (
             outputs,
@@ -107,11 +110,11 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
         alone = [*without_batch, "cu_seqlens"]
         self.forward = _register(
             name, self.forward_schema, self._forward_kernel, self._forward_shapes, self._forward_autograd, flops[0],
-            alone,
+            alone, stores_whole_batch,
         )  # fmt: skip
         self.backward = _register(
             f"{name}_backward", self.backward_schema, self._backward_kernel, self._backward_shapes,
-            self._backward_autograd, flops[1], alone,
+            self._backward_autograd, flops[1], alone, stores_whole_batch,
         )  # fmt: skip
 
     def __call__(self, x: X, plan: Plan) -> R:
@@ -205,6 +208,7 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
 def _register(
     name: str, schema: Schema[Any, Any], kernel: Callable[..., Any], shapes: Callable[..., Any],
     autograd: Callable[..., Any], formula: Callable[[Any, str, Any], int], without_batch: Sequence[str],
+    stores_whole_batch: Callable[[str, Any], bool],
 ) -> Any:  # fmt: skip
     """Define an operator for every device and return it."""
     qualified = f"tfla::{name}"
@@ -218,7 +222,9 @@ def _register(
     alone = [schema.inputs._fields.index(field) for field in without_batch]
 
     def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        return batching.call(operator, info.batch_size, in_dims, args, alone)
+        _, _, backend, spec = schema.unpack(args)
+        one_by_one = spec.save and stores_whole_batch(backend, spec)
+        return batching.call(operator, info.batch_size, in_dims, args, alone, one_by_one)
 
     torch.library.register_vmap(qualified, _hidden(batched))
     return operator
@@ -240,11 +246,12 @@ def _match(d: Tensor, t: Tensor) -> Tensor:
 
 
 def _distinct(out: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return results of which no two are the same tensor.
+    """Return dense results, as tracing predicts them, of which no two are the same tensor.
 
-    PyTorch does not allow that of an operator, but results that are left out may be one empty tensor.
+    PyTorch does not allow that of an operator, but results that are left out may be one empty tensor. Final states may
+    be rows of the states of all segments.
     """
-    return tuple(t if t.numel() else torch.empty_like(t) for t in out)
+    return tuple(t.contiguous() if t.numel() else torch.empty_like(t) for t in out)
 
 
 # Nodes of autograd.
