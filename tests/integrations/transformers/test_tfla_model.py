@@ -383,6 +383,14 @@ STARTS = torch.tensor([[True, False, True, False, False]])
         ({"labels": torch.tensor([[1, 2, -1, 3, -100]])}, "labels: got -1, expected -100 or from 0 to "),
         ({"logits_to_keep": -2}, "logits_to_keep: got -2, expected at least 0"),
         ({"logits_to_keep": torch.tensor([0, 5])}, "logits_to_keep: got 5, expected an index of one of 5 positions"),
+        (
+            {"logits_to_keep": torch.tensor([-6]).int()},
+            "logits_to_keep: got -6, expected an index of one of 5 positions",
+        ),
+        (
+            {"logits_to_keep": torch.tensor([True] * 4)},
+            r"logits_to_keep: got a mask of shape \(4,\), expected \(5,\)",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:

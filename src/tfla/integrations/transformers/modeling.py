@@ -412,21 +412,26 @@ def _is_writable(state: Any) -> bool:
 
 
 def _count_kept(logits_to_keep: int | Tensor, steps: int) -> int:
-    """Return how many of the positions of a call have logits; values on a GPU are not read.
+    """Return how many of the positions of a call have logits; values of indices on a GPU are not read.
 
     Raises:
-        ValueError: the number is negative, or there is no position of an index.
+        ValueError: the number is negative, there is no position of an index, or a mask has another length.
     """
     if isinstance(logits_to_keep, int):
         if logits_to_keep < 0:
             raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected at least 0")
         return min(logits_to_keep, steps) if logits_to_keep else steps
     index = logits_to_keep
-    if index.device.type == "cpu" and index.dtype == torch.int64 and not torch.compiler.is_compiling():
+    if index.dtype == torch.bool:
+        if tuple(index.shape) != (steps,):
+            raise ValueError(f"logits_to_keep: got a mask of shape {tuple(index.shape)}, expected ({steps},)")
+        return int(index.sum())
+    checked = index.dtype in (torch.int32, torch.int64) and not torch.compiler.is_compiling()
+    if checked and index.device.type == "cpu":
         wrong = index[(index < -steps) | (index >= steps)]
         if len(wrong):
             raise ValueError(f"logits_to_keep: got {int(wrong[0])}, expected an index of one of {steps} positions")
-    return int(index.sum()) if index.dtype == torch.bool else index.numel()
+    return index.numel()
 
 
 def _check_labels(labels: Tensor, shape: tuple[int, int], vocab_size: int, ignored: int) -> None:
