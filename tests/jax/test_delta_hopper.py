@@ -7,6 +7,7 @@ Gluon kernels in the simulator.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,11 +128,14 @@ def test_norms_in_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ((found[name].double() - exact.detach()) * weight).norm().item() <= TOLERANCE[p.x.q.dtype] * size, name
 
 
-def gradients_with_norms(leaves: dict[str, Any]) -> Any:
+CUTS: dict[str, dict[str, Any]] = {"whole sequences": {}, "segments": {"kernel": "segmented", "chunk_size": 64}}
+
+
+def gradients_with_norms(leaves: dict[str, Any], **cut: Any) -> Any:
     """Return the gradients of a sum of h and of the final state, of a call that normalizes q and k."""
 
     def total(leaves: dict[str, Any]) -> Any:
-        h, state = jax_delta_cases.call("gdn", leaves, normalize_qk=True, backend="hopper")
+        h, state = jax_delta_cases.call("gdn", leaves, normalize_qk=True, backend="hopper", **cut)
         return jnp.sin(h.astype(jnp.float32)).sum() + state.C.sum()
 
     return jax.grad(total)(leaves)
@@ -141,12 +145,13 @@ def normalized_leaves() -> dict[str, Any]:
     return jax_delta_cases.leaves_of(delta_problem("gdn", **SMALL | {"T": 70, "K": 64, "B": 2, "H": 2, "Hq": 2}))
 
 
-def test_norms_under_vmap() -> None:
-    leaves = normalized_leaves()
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_norms_under_vmap(cut: dict[str, Any]) -> None:
+    leaves, run = normalized_leaves(), jax.jit(functools.partial(gradients_with_norms, **cut))
     both = {name: jnp.stack([x, x[::-1]]) for name, x in leaves.items()}
-    found = jax.jit(jax.vmap(gradients_with_norms))(both)
+    found = jax.jit(jax.vmap(run))(both)
     for n, each in enumerate((leaves, {name: x[::-1] for name, x in leaves.items()})):
-        for name, exact in jax.jit(gradients_with_norms)(each).items():
+        for name, exact in run(each).items():
             assert jnp.array_equal(found[name][n], exact), name
 
 
@@ -155,15 +160,18 @@ def test_norms_under_vmap() -> None:
 @pytest.mark.parametrize(
     ("steps", "states"), [(P("x"), P("x")), (P(None, None, "x"), P(None, "x"))], ids=["batch", "heads"]
 )
-def test_norms_of_divided_calls(steps: P, states: P, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_norms_of_divided_calls(
+    cut: dict[str, Any], steps: P, states: P, kind: AxisType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a forward stores is divided too. On CPUs the chunkwise form stands for the launches."""
     monkeypatch.setattr(hosting, "PLATFORM", "cuda")
-    leaves = normalized_leaves()
-    expected = jax.jit(gradients_with_norms)(leaves)
+    leaves, run = normalized_leaves(), jax.jit(functools.partial(gradients_with_norms, **cut))
+    expected = run(leaves)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         placed = {n: jax.device_put(x, NamedSharding(mesh, states if n == "C" else steps)) for n, x in leaves.items()}
-        compiled = jax.jit(gradients_with_norms).lower(placed).compile()
+        compiled = run.lower(placed).compile()
         found = compiled(placed)
     assert not any(name in compiled.as_text() for name in ("all-gather(", "all-to-all(", "collective-permute("))
     for name, exact in expected.items():
