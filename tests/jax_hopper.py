@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import pytest
 from cases import INTERPRETED
+from hopper_simulation import simulation
 from jax_plans import ON_GPU
+
+__all__ = ["pytestmark", "simulation"]  # what modules of tests take over
 
 ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
 pytestmark = (
@@ -17,14 +18,3 @@ pytestmark = (
 )
 if INTERPRETED:
     pytest.importorskip("tfla.backends.hopper.delta_h", exc_type=ImportError)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulation() -> Iterator[None]:
-    if not INTERPRETED:
-        yield
-        return
-    from gluon_simulator.hopper import on_cpu
-
-    with on_cpu():
-        yield

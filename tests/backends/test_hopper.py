@@ -24,6 +24,7 @@ from cases import (
     problem,
     solve,
 )
+from hopper_simulation import simulation
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,8 @@ from tfla._util import caching
 from tfla.backends import BACKENDS, hopper
 from tfla.backends.base import Inputs, Spec
 from tfla.backends.hopper.head_dims import SMALL_HEADS
+
+__all__ = ["simulation"]  # a fixture of all tests of this module
 
 on_hopper = [
     pytest.mark.gpu,
@@ -47,17 +50,6 @@ HOPPER = Implementation("hopper", "fused", "cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 DTYPE = DTYPES[0]
 MANY_HEADS = 3 if INTERPRETED else 50
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulation() -> Iterator[None]:
-    if not INTERPRETED:
-        yield
-        return
-    from gluon_simulator.hopper import on_cpu
-
-    with on_cpu():
-        yield
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from delta_cases import (
     rounding_of_inputs,
     truth,
 )
+from hopper_simulation import simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,6 +30,8 @@ import tfla
 from tfla._util import caching
 from tfla.backends import DELTA_BACKENDS, select
 from tfla.backends.delta import DeltaInputs
+
+__all__ = ["simulation"]  # a fixture of all tests of this module
 
 on_hopper = [
     pytest.mark.gpu,
@@ -45,17 +47,6 @@ BACKEND = DELTA_BACKENDS["hopper"]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 MANY_HEADS = 3 if INTERPRETED else 50
-
-
-@pytest.fixture(scope="module", autouse=True)
-def simulation() -> Iterator[None]:
-    if not INTERPRETED:
-        yield
-        return
-    from gluon_simulator.hopper import on_cpu
-
-    with on_cpu():
-        yield
 
 
 def inputs(p: DeltaProblem) -> DeltaInputs:

@@ -170,7 +170,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         return self.kernels[0]
 
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels of an eager or compiled call divide q and k by their norms themselves.
+        """Return whether the kernels of an eager or compiled call, or of one from JAX, divide q and k by their norms.
 
         With at most one gate a step, a forward with `save` then returns 1 / |q| and 1 / |k| in the place of the states
         of chunks.
@@ -178,7 +178,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         return False
 
     def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels of an eager or compiled call apply the activation of the gates themselves."""
+        """Return whether the kernels of an eager or compiled call, or of one from JAX, apply the gates' activation."""
         return False
 
     @abstractmethod
@@ -193,7 +193,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         return found._replace(chunk_C=((2, *x.v.shape[:3]), torch.float32))
 
     def stores_whole_batch(self, spec: DeltaSpec) -> bool:
-        """Return whether `DeltaOutputs.chunk_C` of a forward with `save` may have no rows of single batch rows."""
+        """Return whether `DeltaOutputs.chunk_C` of a forward with `save` cannot be divided by batch rows."""
         return False
 
     @abstractmethod

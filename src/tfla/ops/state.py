@@ -52,7 +52,7 @@ class State(NamedTuple):
             heads: the number of heads of v.
             dqk, dhv: the sizes of a head of q and k, and of v.
             normalize: whether the state has a normalizer n and a max state m.
-            dtype: a float dtype, that of C and n. m is at least float32: what rounds it scales the whole state.
+            dtype: a float dtype, that of C and n. m is at least float32, since its error scales the whole state.
             device: the device; None is PyTorch's default.
 
         Raises:

@@ -43,10 +43,8 @@ def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
     if torch._C._are_functorch_transforms_active():
         levels = torch._C._functorch.get_interpreter_stack() or ()
         return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
-    if (
-        forward_ad._current_level < 0
-    ):  # the query below adds views to a graph, which Inductor refuses for some operators
-        return False
+    if forward_ad._current_level < 0:
+        return False  # the query below would add views to a graph, which Inductor refuses for some operators
     return any(t is not None and torch._VF._unpack_dual(t, level=0).tangent is not None for t in tensors)
 
 

@@ -486,7 +486,7 @@ def test_export_replaces_no_run_and_no_model_of_the_library(tmp_path: Path, caps
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         capsys.readouterr()
         assert main(["export", "--checkpoint", str(tmp_path / "run"), "--to", str(folder)]) == 1
-        assert f"to: got {folder}, which holds a run or a model of tfla" in capsys.readouterr().err
+        assert f"to: got {folder}, whose config.json is not one of transformers" in capsys.readouterr().err
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for _ in range(2):  # what was exported may be exported again
         assert main(["export", "--checkpoint", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0

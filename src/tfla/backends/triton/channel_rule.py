@@ -242,7 +242,7 @@ class ChannelContext:
         return base.zeros(2, base.H, base.tiles, base.K)
 
     def new_row_sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """Allocate what rows add to the gradients of A_log and dt_bias, (B, H, dqk) zeros, or None for what is not."""
+        """Allocate zeros (B, H, dqk) for what rows add to the gradients of A_log and dt_bias, or None if not given."""
         base, x = self.base, self.x
         activated = self.spec.gate_activation != "none"
         of_rate, of_bias = (

@@ -140,7 +140,7 @@ class TritonDelta(DeltaBackend):
         return found._replace(chunk_C=((math.prod(states[0]) + math.prod(found.chunk_C[0]),), torch.float32))
 
     def stores_whole_batch(self, spec: DeltaSpec) -> bool:
-        """Return whether `DeltaOutputs.chunk_C` has no rows of single batch rows, as that of segments and norms."""
+        """Return whether `DeltaOutputs.chunk_C` cannot be divided by batch rows, as that of segments and norms."""
         return spec.kernel == BY_SEGMENTS or spec.normalize_qk
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:

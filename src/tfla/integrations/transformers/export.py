@@ -102,7 +102,10 @@ def _check_no_model_of_tfla(directory: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: {reason(error)}") from error
     if isinstance(fields, dict) and "model_type" not in fields:
-        raise UserError(f"to: got {directory}, which holds a run or a model of tfla, expected another folder")
+        raise UserError(
+            f"to: got {directory}, whose {CONFIG} is not one of transformers but, for instance, that of a run or a "
+            "model of tfla; expected another folder"
+        )
 
 
 def convert_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -28,9 +28,9 @@ PACKED_ALONE = "with context_parallel it takes packed sequences alone"  # it has
 
 
 class KernelArrays(NamedTuple):
-    """The arrays of one call as :class:`tfla.backends.delta.DeltaInputs`, after those activations kernels do not apply.
+    """The arrays of one call that kernels read, named as those of :class:`tfla.backends.delta.DeltaInputs`.
 
-    KernelSpec.options say which they apply.
+    Activations have been applied to them, but for those that kernels apply themselves, by `KernelSpec.options`.
     """
 
     q: Array  # (B, T, Hq, dqk)
@@ -382,7 +382,7 @@ def arrays_of(
         normalize_qk, activate_gates: whether the kernels themselves divide q and k by their norms, and apply the
             activation of the gates.
     """
-    rule, numbers = spec.rule, given[6:8]  # A_log and dt_bias
+    rule, parameters = spec.rule, (given.A_log, given.dt_bias)
     if normalize_qk:
         rule = rule._replace(normalize_qk=False)
     if activate_gates:
@@ -396,7 +396,7 @@ def arrays_of(
         log_f = given.log_f if as_given else x.log_f if given.log_f.ndim == 4 else x.log_f[..., 0]
         if activate_gates and not as_given:
             log_f = given.log_f.astype(jnp.float32)
-    A_log, dt_bias = (t.astype(jnp.float32) if activate_gates and t is not None else None for t in numbers)
+    A_log, dt_bias = (t.astype(jnp.float32) if activate_gates and t is not None else None for t in parameters)
     offsets = x.cu_seqlens if spec.offsets is None else jnp.asarray(spec.offsets, jnp.int32)
     return KernelArrays(
         *vary_alike(
@@ -482,11 +482,11 @@ def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int,
         return saved.chunk_C[0][0], backend.details(inputs, options.chunk_size, options.kernel)
 
 
+_arrays_of = jax.jit(arrays_of, static_argnums=(0, 2, 3))
+
+
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations."""
     options = kernels.options
     arrays = _arrays_of(spec, x, options.normalize_qk, options.gate_activation != "none")
     return attend(kernels, KernelArrays(*partitions.by_types(arrays, _dims(kernels, arrays, True))))  # type: ignore[arg-type]
-
-
-_arrays_of = jax.jit(arrays_of, static_argnums=(0, 2, 3))
