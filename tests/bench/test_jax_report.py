@@ -28,6 +28,7 @@ def test_section() -> None:
     assert "| JAX | 1.010 / - | 2.000 / - |" in short
     assert "| JAX, times PyTorch | 1.010 / - | - / - |" in short
     assert page_tables.renew(short, {"jax": result}) == short
+    assert page_tables.renew(mark, {"jax": {**result, "rows": []}, "jax_peers": result}) == short
     text = section(result)
     assert "a GPU, 2026-11-25; jax 0.11.2." in text
     assert "### JAX beside PyTorch, 65,536 tokens: mLSTMexp\n" in text

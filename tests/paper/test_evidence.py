@@ -294,6 +294,16 @@ def test_the_best_learning_rate_is_chosen_among_those_with_all_seeds() -> None:
     assert group.texts("pairs", "accuracy") == {2: "0.50 ± 0.00"}
 
 
+def test_the_table_of_recall_has_all_learning_rates() -> None:
+    runs = [(tiny("gla", seed, lr=lr), loss) for seed, lr, loss in ((0, 0.1, 1.0), (1, 0.1, 1.0), (0, 0.2, 0.5))]
+    found = result_of([*runs, (tiny("retnet", lr=0.1), 1.0)], [{"pairs": 2, "accuracy": 0.5}], experiment="recall")
+    lines = TABLES["recall"](found).splitlines()
+    assert lines[0].endswith(" | learning rate | 2 pairs at 0.1 | 2 pairs at 0.2 |"), lines[0]
+    assert [line.split(" | ", 2)[2] for line in lines[2:]] == [
+        "0.50 | 0.1 | 0.50 | - |", "0.50 ± 0.00 | 0.1 | 0.50 ± 0.00 | 0.50 |"
+    ]  # fmt: skip
+
+
 def test_figures_and_tables(tmp_path: Path) -> None:
     tasks = {
         "recall": (Recall(8, (2, 4), 16), [{"pairs": n, "accuracy": 0.25} for n in (2, 4)]),
@@ -319,7 +329,7 @@ def test_figures_and_tables(tmp_path: Path) -> None:
     assert [type(figure) for figure in drawn] == [Figure] * len(tasks)
     text = page.read_text()
     assert text.count("| RetNet |") == len(tasks)
-    assert text.count(" 0.25 ± 0.00") == 2 * (2 + 2 + 2)  # models, and columns of recall, tracking and needle
+    assert text.count(" 0.25 ± 0.00") == 2 * (3 + 2 + 2)  # models, and columns of recall, tracking and needle
     assert text.count(" 0.250 ± 0.000 ") == 2 * (3 + 1)  # of length and language
     assert text.count("\n\nNot run: mLSTMexp; ") == len(tasks)
     assert text.count("; DeltaNet, β < 2; ") == 1  # which takes part in state tracking alone

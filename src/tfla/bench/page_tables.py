@@ -143,8 +143,11 @@ def delta(results: dict[str, Row]) -> str:
 
 
 def jax(results: dict[str, Row]) -> str:
-    """Return the table of the mLSTM from JAX and from PyTorch by length; empty as long as it has not been timed."""
-    return _beside_pytorch(results.get("jax"), delta=False)
+    """Return the table of the mLSTM from JAX and from PyTorch by length; empty as long as it has not been timed.
+
+    It shows the result `jax_peers`, which has the other libraries at all sizes, or else `jax`.
+    """
+    return _beside_pytorch(results.get("jax_peers", results.get("jax")), delta=False)
 
 
 def jax_delta(results: dict[str, Row]) -> str:

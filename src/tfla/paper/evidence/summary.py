@@ -76,20 +76,24 @@ def groups(found: Row) -> list[Group]:
     The loss is the mean over seeds at the end of training, on sequences that the model has not seen before; learning
     rates with fewer seeds than others are left out.
     """
+    return [best(of_rate) for of_rate in by_rate(found)]
+
+
+def by_rate(found: Row) -> list[dict[float, Group]]:
+    """Return the groups of each model, task, shape and number of steps by learning rate, in the order of MODELS."""
     rates: dict[str, dict[float, Group]] = {}
     for row in found["runs"]:
         run = row["run"]
         key = json.dumps([run["model"], run["task"], run["shape"], run["steps"]])
         group = Group(run["model"], run["task"], run["shape"], run["lr"], [])
         rates.setdefault(key, {}).setdefault(run["lr"], group).runs.append(row)
-    best = [_best(list(by_rate.values())) for by_rate in rates.values()]
-    return sorted(best, key=lambda group: list(MODELS).index(group.model))
+    return sorted(rates.values(), key=lambda of_rate: list(MODELS).index(next(iter(of_rate.values())).model))
 
 
-def _best(candidates: list[Group]) -> Group:
+def best(of_rate: dict[float, Group]) -> Group:
     """Return the group with the lowest loss at the end, among those with the most seeds."""
-    most = max(len(group.runs) for group in candidates)
-    return min((group for group in candidates if len(group.runs) == most), key=_final_loss)
+    most = max(len(group.runs) for group in of_rate.values())
+    return min((group for group in of_rate.values() if len(group.runs) == most), key=_final_loss)
 
 
 def _final_loss(group: Group) -> float:

@@ -13,7 +13,7 @@ from tfla._util.markdown import table
 from tfla.paper.evidence.models import LABELS, MODELS
 from tfla.paper.evidence.plans import EXPERIMENTS
 from tfla.paper.evidence.results import diverged
-from tfla.paper.evidence.summary import Group, groups, mean_text, setting
+from tfla.paper.evidence.summary import Group, best, by_rate, groups, mean_text, setting
 from tfla.paper.style import short
 
 Row = dict[str, Any]
@@ -23,14 +23,18 @@ GROUP_NAMES = {"Z2": "parity", "Z5": "addition modulo 5", "S3": "permutations of
 
 
 def recall(found: Row) -> str:
-    """Return the fraction of right answers by state and number of pairs."""
-    rows = [
-        [g.label, _state_text(g), f"{g.lr:g}", *g.texts("pairs", "accuracy").values()]
-        for g in sorted(groups(found), key=lambda g: -g.shape["state_dim"])
-        if g.model != "attention" or g.shape["state_dim"] == _largest_state(found)
-    ]  # fmt: skip
+    """Return the fraction of right answers by state and number of pairs, and for the most pairs by learning rate."""
+    lrs = sorted({row["run"]["lr"] for row in found["runs"]})
     pairs = found["runs"][0]["run"]["task"]["pairs"]
-    return table(["model", "numbers in the state", "learning rate", *(f"{n} pairs" for n in pairs)], rows)
+    rows = []
+    for of_rate in sorted(by_rate(found), key=lambda of_rate: -best(of_rate).shape["state_dim"]):
+        g = best(of_rate)
+        if g.model == "attention" and g.shape["state_dim"] != _largest_state(found):
+            continue
+        most = [_last("pairs", "accuracy")(of_rate[lr]) or "-" if lr in of_rate else "-" for lr in lrs]
+        rows.append([g.label, _state_text(g), *g.texts("pairs", "accuracy").values(), f"{g.lr:g}", *most])
+    header = ["model", "numbers in the state", *(f"{n} pairs" for n in pairs), "learning rate"]
+    return table([*header, *(f"{pairs[-1]} pairs at {lr:g}" for lr in lrs)], rows)
 
 
 def _state_text(group: Group) -> str:
