@@ -123,6 +123,7 @@ def test_without_gradients() -> None:
     alone = BACKEND.forward(x, spec._replace(save=False, final_state=False))
     assert torch.equal(alone.h, whole.h)
     assert [t.numel() for t in alone[1:]] == [0] * 4
+    assert whole.C.untyped_storage().nbytes() == whole.C.nbytes  # and not that of the states of all segments
 
 
 def test_maps_over_cotangents_and_inputs() -> None:

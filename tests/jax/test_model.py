@@ -58,6 +58,10 @@ def test_logits_are_those_of_pytorch(tmp_path: Path, fields: dict[str, Any], dty
     ours = torch_model(dtype, **fields)
     ours.save_pretrained(tmp_path)
     model = LanguageModel.from_pretrained(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"directory: got .* `tfla train`"):
+        model.save_pretrained(tmp_path / "run")
     assert model.num_parameters() == ours.num_parameters()
     tokens = ids()
     reference = tfla.nn.LanguageModel.from_pretrained(tmp_path, backend=None)

@@ -76,6 +76,18 @@ def test_files_are_replaced_atomically(tmp_path: Path, make_model: Make, monkeyp
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(before)
 
 
+def test_the_configuration_of_a_run_is_not_replaced(tmp_path: Path, make_model: Make) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"steps": 10}')
+    with pytest.raises(ValueError, match=r"directory: got .* `tfla train`; expected another directory"):
+        make_model().save_pretrained(tmp_path)
+    assert config.read_text() == '{"steps": 10}'
+    assert list(tmp_path.iterdir()) == [config]
+    config.write_text("{broken")
+    make_model().save_pretrained(tmp_path)
+    assert LanguageModel.from_pretrained(tmp_path).config == make_model().config
+
+
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
 def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path, make_model: Make) -> None:
     plain = tmp_path / "plain"

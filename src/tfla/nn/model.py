@@ -402,6 +402,7 @@ class LanguageModel(nn.Module):
             directory: the directory.
 
         Raises:
+            ValueError: the directory holds a run of ``tfla train``, whose config.json would be replaced.
             ImportError: safetensors is not installed.
             OSError: the directory cannot be written.
         """

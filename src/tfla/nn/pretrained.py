@@ -28,6 +28,7 @@ def save(model: LanguageModel, directory: str | Path) -> None:
     """Write a model into a directory, as :meth:`LanguageModel.save_pretrained` says."""
     safetensors = import_safetensors()
     directory = Path(directory)
+    check_holds_no_run(directory)
     tensors = tensors_to_save(model)
     if any(hasattr(t, "full_tensor") for t in model.parameters()) and torch.distributed.get_rank():
         return  # the first process writes
@@ -37,6 +38,20 @@ def save(model: LanguageModel, directory: str | Path) -> None:
         directory / WEIGHTS, lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     )
     write_atomically(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def check_holds_no_run(directory: Path) -> None:
+    """Raise ValueError where a directory has a config.json that is no model's, which saving a model would replace."""
+    path = directory / CONFIG
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError:  # broken, so that nothing is lost; errors of JSON and of Unicode are ValueErrors
+        return
+    if isinstance(fields, dict) and not fields.keys() & {"d_model", "model_type"}:
+        raise ValueError(
+            f"directory: got {directory}, whose {CONFIG} is no model's but, for instance, that of a run of `tfla "
+            "train`; expected another directory"
+        )
 
 
 def tensors_to_save(model: LanguageModel) -> dict[str, Tensor]:

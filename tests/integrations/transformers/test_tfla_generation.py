@@ -125,6 +125,18 @@ def test_a_cache_continues_rearranges_and_forgets() -> None:
 
 
 @torch.no_grad()
+def test_all_tokens_are_given_beside_a_cache() -> None:
+    model, ids = make(), draw(1, 8)
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    for given in (ids[:, 5:], ids[:, :5]):
+        with pytest.raises(ValueError, match=rf"input_ids: got {given.shape[1]} tokens, expected more than the 5 of"):
+            model.generate(given, past_key_values=cache, max_new_tokens=3)
+    assert cache.get_seq_length() == 5
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **options), model.generate(ids, **options))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("positions", [[0], [0, 1, 2], [0, 1, 0], [5, 0, 1]], ids=str)
 def test_position_0_starts_a_document_after_a_cache_too(positions: list[int]) -> None:
     model, ids = make(), draw(2, 9)

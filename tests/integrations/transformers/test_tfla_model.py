@@ -55,6 +55,10 @@ def test_models_are_saved_and_loaded_by_the_auto_classes(tmp_path: Path) -> None
     assert type(base) is TflaModel
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"directory: got .* `tfla train`"):
+        model.save_pretrained(tmp_path / "run")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     shards = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
     assert torch.equal(shards(ids).logits, model(ids).logits)
@@ -405,6 +409,8 @@ def test_a_model_of_another_kind_is_not_converted() -> None:
 
 
 def test_config_has_the_fields_of_a_model_config() -> None:
+    with pytest.raises(ValueError, match="hidden_size: got 48, expected 32, the d_model that is also given"):
+        TflaConfig(hidden_size=48, d_model=32, num_heads=2)
     config = TflaConfig(hidden_size=48, num_hidden_layers=3, num_attention_heads=3, layers=["retnet"])
     assert config.to_model_config() == ModelConfig(d_model=48, num_blocks=3, num_heads=3, layers=("retnet",))
     assert TflaConfig.from_dict(config.to_dict()).to_model_config() == config.to_model_config()

@@ -182,3 +182,11 @@ def test_a_model_without_a_place_in_the_layout(tmp_path: Path, fields: dict[str,
     with pytest.raises(ValueError, match="weight_mode: got 'double', expected 'single' or 'fused'"):
         save_xlstm(tfla_model(), tmp_path, "double")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_configuration_of_a_run_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"steps": 10}')
+    with pytest.raises(ValueError, match=r"directory: got .* `tfla train`; expected another directory"):
+        save_xlstm(tfla_model(), tmp_path)
+    assert (tmp_path / "config.json").read_text() == '{"steps": 10}'
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -473,7 +473,8 @@ def run_forward(
             out = forward(ctx, own.C, cut.segments, kernels, stored.starts, stored.transitions, rows=of_rows)
             out = out._replace(chunk_C=memory if spec.save else out.chunk_C)
             recorder.results = out
-    C = cut.states_of_sequences(out.C, -1) if spec.final_state and rows is None else out.C
+    # A copy, since a view would keep the states of all segments.
+    C = cut.states_of_sequences(out.C, -1).clone() if spec.final_state and rows is None else out.C
     E = cut.as_batch(out.E) if spec.save else out.E
     X = cut.as_batch(out.X) if spec.save else out.X
     return DeltaOutputs(cut.as_batch(out.h), C, E, X, out.chunk_C)

@@ -26,8 +26,8 @@ class TflaConfig(PreTrainedConfig):
             its own); and the arguments of every configuration of transformers.
 
     Raises:
-        ValueError: a field is out of range, or no mixer of the blocks reads it; the message names the field, what was
-            given and what is allowed.
+        ValueError: a field is out of range, no mixer of the blocks reads it, or it is given by two names with two
+            values; the message names the field, what was given and what is allowed.
     """
 
     model_type = "tfla"
@@ -39,7 +39,9 @@ class TflaConfig(PreTrainedConfig):
     def __init__(self, **kwargs: Any) -> None:
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
-                kwargs[name] = kwargs.pop(alias)
+                value = kwargs.pop(alias)
+                if kwargs.setdefault(name, value) != value:
+                    raise ValueError(f"{alias}: got {value}, expected {kwargs[name]}, the {name} that is also given")
         given = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
         stored = given if "model_type" in kwargs else {}  # to_dict and save_pretrained write it
         for name, value in ModelConfig.from_dict(SMALLEST_SIZE | stored, given).to_dict().items():

@@ -28,6 +28,7 @@ from tfla.nn.block import Block
 from tfla.nn.layers import Unembedding, at_least_float32, input_std
 from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import LanguageModel
+from tfla.nn.pretrained import check_holds_no_run
 from tfla.nn.soft_cap import soft_cap
 from tfla.nn.validation import check_document_start, check_ids, embed
 from tfla.ops.checks import check_offsets
@@ -133,7 +134,11 @@ class TflaPreTrainedModel(PreTrainedModel):
         """Write the model as transformers does, and a module through which it is loaded by ``trust_remote_code``.
 
         The arguments are those of :meth:`transformers.PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: the directory holds a run of ``tfla train``, whose config.json would be replaced.
         """
+        check_holds_no_run(Path(save_directory))
         self.config.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
@@ -335,8 +340,14 @@ class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run :meth:`transformers.GenerationMixin.generate`, which starts continuous batching for a paged cache."""
+        """Run :meth:`transformers.GenerationMixin.generate`, which starts continuous batching for a paged cache.
+
+        Raises:
+            ValueError: the cache is not a TflaCache, or input_ids, all tokens of the sequences, have no more of them
+                than the cache.
+        """
         _check_cache_implementation(kwargs.get("cache_implementation"))
+        _check_new_tokens(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
         parent: Any = super()
         return parent.generate(*args, **kwargs)
 
@@ -454,6 +465,18 @@ def _check_cache_implementation(given: str | None) -> None:
         raise ValueError(
             f"cache_implementation: got {given!r}, expected None or 'dynamic', which are a TflaCache: the model makes "
             "it from the states of its blocks, and there are no others"
+        )
+
+
+def _check_new_tokens(input_ids: Any, given: dict[str, Any]) -> None:
+    """Raise unless input_ids of ``generate``, which are all tokens, go on behind those of the cache that is given."""
+    cache = given.get("past_key_values")
+    if not isinstance(cache, TflaCache) or not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        return
+    if given.get("inputs_embeds") is None and input_ids.shape[1] <= cache.num_tokens:
+        raise ValueError(
+            f"input_ids: got {input_ids.shape[1]} tokens, expected more than the {cache.num_tokens} of the cache: all "
+            "tokens of the sequences, those of the cache included"
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tfla._util.device import check_device
 from tfla._util.files import write_atomically
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.pretrained import build_model, import_safetensors, read_tensors, tensors_to_save
+from tfla.nn.pretrained import build_model, check_holds_no_run, import_safetensors, read_tensors, tensors_to_save
 from tfla.nn.validation import check_weights_dtype
 
 WeightMode = Literal["single", "fused"]
@@ -123,7 +123,8 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
 
     Raises:
         TypeError: the model is not a LanguageModel.
-        ValueError: the files cannot represent the model; the message says why. Or the weight mode is unknown.
+        ValueError: the files cannot represent the model, the weight mode is unknown, or the directory holds a run of
+            ``tfla train``; the message says which.
         ImportError: safetensors is not installed.
         OSError: the directory cannot be written.
     """
@@ -132,6 +133,7 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
     if weight_mode not in get_args(WeightMode):
         raise ValueError(f"weight_mode: got {weight_mode!r}, expected 'single' or 'fused'")
     safetensors = import_safetensors()
+    check_holds_no_run(Path(directory))
     config = model.config
     needed = {"mixer": "mlstm_exp", "layers": None, "head_norm": "layer", "head_norm_eps": config.norm_eps}
     for field, allowed in needed.items():

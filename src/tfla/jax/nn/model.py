@@ -173,6 +173,7 @@ class LanguageModel(nnx.Module):
             directory: the directory, which is created if needed.
 
         Raises:
+            ValueError: the directory holds a run of ``tfla train``, whose config.json would be replaced.
             ImportError: safetensors is not installed.
             OSError: the directory cannot be written.
         """

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 
 from tfla._util.files import write_atomically
-from tfla.nn.pretrained import CONFIG, WEIGHTS, read_config
+from tfla.nn.pretrained import CONFIG, WEIGHTS, check_holds_no_run, read_config
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -38,6 +38,7 @@ def save(model: LanguageModel, directory: str | Path) -> None:
     """Write a model into a directory, as :meth:`LanguageModel.save_pretrained` says."""
     safetensors = import_safetensors()
     directory = Path(directory)
+    check_holds_no_run(directory)
     directory.mkdir(parents=True, exist_ok=True)
     weights = {stored_name(path): turned(path, variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model))}
     text = json.dumps(model.config.to_dict(), indent=2) + "\n"
