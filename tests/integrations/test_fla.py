@@ -399,6 +399,23 @@ def test_a_step() -> None:
     assert error(end, last) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("name", ["simple_gla", "linear_attn", "gla", "delta_rule", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_after_a_step_have_the_dtype_of_those_after_sequences(name: str, dtype: torch.dtype) -> None:
+    q, k, v, g, state = (t.detach().to(dtype) for t in inputs("q", "k", "v", "g", "state"))
+    gates = {
+        "simple_gla": {"g": g}, "gla": {"gk": g[..., None].expand(q.shape)}, "gated_delta_rule": {"g": g},
+        "kda": {"g": g[..., None].expand(q.shape), "beta": g.exp()},
+    }.get(name, {})  # fmt: skip
+    run = getattr(ours, f"fused_recurrent_{name}")
+    now = {n: t[:, :1] for n, t in {"q": q, "k": k, "v": v, **gates}.items()}
+    _, last = run(**now, initial_state=state, output_final_state=True)
+    with torch.no_grad():
+        _, found = run(**now, initial_state=state, output_final_state=True)
+    assert found.dtype == last.dtype == torch.float32
+    assert error(found, last) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
     q, k, v, g = (t.detach().to(device, dtype) for t in inputs("q", "k", "v", "g"))

@@ -10,7 +10,7 @@ from torch import Tensor
 import tfla
 from tfla.backends.delta import BetaActivation
 from tfla.integrations.arguments import check_flags
-from tfla.integrations.fla.scan import key_first
+from tfla.integrations.fla.scan import key_first, state_of_step
 
 
 def beta_activation(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, beta: object) -> BetaActivation:
@@ -83,15 +83,11 @@ def delta_scan(
     options = {**options, "normalize_qk": bool(options.get("normalize_qk"))}  # None is False
     if initial_state is not None:
         initial_state = key_first(initial_state, q, v, cu_seqlens, state_v_first)
-    state = None if initial_state is None else tfla.State(initial_state)
     has_heads = all(isinstance(t, Tensor) and t.dim() == 4 for t in (q, v))
     if has_heads and q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
-        if state is None:
-            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-            shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
-            state = tfla.State(torch.zeros(shape, dtype=dtype, device=v.device))
-        o, last = tfla.delta_rule_steps(q, k, v, beta, state, g, scale=scale, **options)
+        o, last = tfla.delta_rule_steps(q, k, v, beta, state_of_step(initial_state, q, v), g, scale=scale, **options)
     else:
+        state = None if initial_state is None else tfla.State(initial_state)
         o, last = tfla.delta_rule(
             q, k, v, beta, g, scale=scale, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, **options
         )

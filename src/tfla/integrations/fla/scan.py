@@ -116,18 +116,23 @@ def key_first(state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, st
     return state.transpose(-1, -2) if state_v_first else state
 
 
+def state_of_step(initial: Tensor | None, q: Tensor, v: Tensor) -> tfla.State:
+    """Return the state before a decoding step in the dtype of the one after it, which is that of whole sequences."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if initial is None:
+        initial = torch.zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=v.device)
+    return tfla.State(initial.to(dtype))
+
+
 def _scan_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, initial: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, T, H, V) and the state (N, H, K, V) after the last step of each sequence."""
-    state = None if initial is None else tfla.State(initial)
     if v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
-        if state is None:
-            count_heads(q)
-            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-            state = tfla.State(v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[3], dtype=dtype))
-        o, last = tfla.linear_attention_steps(q, k, v, g, state, scale=scale)
+        count_heads(q)
+        o, last = tfla.linear_attention_steps(q, k, v, g, state_of_step(initial, q, v), scale=scale)
     else:
+        state = None if initial is None else tfla.State(initial)
         o, last = tfla.linear_attention(
             q, k, v, g, scale=scale, initial_state=state, return_state=True, cu_seqlens=cu_seqlens
         )
