@@ -310,7 +310,7 @@ def test_figures_and_tables(tmp_path: Path) -> None:
         "tracking": (Tracking("S3", 8, 32), [{"end": n, "accuracy": 0.25, "last": 0.5} for n in (8, 16, 32)]),
         "length": (Text(8, 32), [{"end": n, "bits_per_byte": 0.25} for n in (8, 16, 32)]),
         "needle": (Needle(2, 8, 16, (16, 64)), [{"length": n, "accuracy": 0.25, "by_depth": [None]} for n in (16, 64)]),
-        "language": (Text(8, 8), [{"end": n, "bits_per_byte": 0.25} for n in (1, 2, 4, 8)]),
+        "language": (Text(8, 8), [{"end": n, "bits_per_byte": x} for n, x in ((1, 6), (2, 4), (4, 2), (8, 1))]),
     }
     page = tmp_path / "page.md"
     page.write_text("".join(f"About {name}.\n\n<!-- evidence: {name} -->\n\nMore.\n\n" for name in tasks))
@@ -330,14 +330,17 @@ def test_figures_and_tables(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.count("| RetNet |") == len(tasks)
     assert text.count(" 0.25 ± 0.00") == 2 * (3 + 2 + 2)  # models, and columns of recall, tracking and needle
-    assert text.count(" 0.250 ± 0.000 ") == 2 * (3 + 1)  # of length and language
+    assert text.count(" 0.250 ± 0.000 ") == 2 * 3  # of length
+    assert text.count(" 2.250 ± 0.000 ") == 2  # of language: (6 + 4 + 2 * 2 + 4 * 1) / 8
+    drawn_rows = (tmp_path / "drawn" / "evidence_language.csv").read_text().splitlines()[1:]
+    assert [float(row.split(",")[-1]) for row in drawn_rows] == [2.25] * 4
     assert text.count("\n\nNot run: mLSTMexp; ") == len(tasks)
     assert text.count("; DeltaNet, β < 2; ") == 1  # which takes part in state tracking alone
     assert not any("RetNet" in line for line in text.splitlines() if line.startswith("Not run: "))
     lines = beside.read_text().splitlines()
     assert lines[3].startswith("| model | recall, most pairs | parity | ")
-    two, three = "0.25 ± 0.00", "0.250 ± 0.000"
-    cells = [two, "not run", "not run", f"{two}, {two}", "not run", three, two, three]
+    two = "0.25 ± 0.00"
+    cells = [two, "not run", "not run", f"{two}, {two}", "not run", "0.250 ± 0.000", two, "2.250 ± 0.000"]
     found = {line.split(" | ")[0]: line for line in lines[5:-2]}
     assert list(found) == [f"| {LABELS[model]}" for model in MODELS]
     for model in MODELS:

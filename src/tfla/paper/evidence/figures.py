@@ -11,7 +11,7 @@ from typing import Any
 from tfla.paper import style
 from tfla.paper.evidence.models import MODELS
 from tfla.paper.evidence.plans import EXPERIMENTS
-from tfla.paper.evidence.summary import Group, groups, load, setting
+from tfla.paper.evidence.summary import Group, groups, load, mean_bits, setting
 from tfla.paper.evidence.tables import GROUP_NAMES, renew
 from tfla.paper.report_types import Figure, Missing, Options, write
 
@@ -150,8 +150,11 @@ def language(config: Config, found: Row) -> Figure:
     rows: list[Row] = []
     for group in groups(found):
         look = _look(group.model) | {"ls": ""}
-        dots = [(run["tokens_per_second"], run["rows"][-1][BITS], run["run"]["seed"]) for run in group.runs]
-        dots = [dot for dot in dots if None not in dot]
+        dots = [
+            (rate, bits, run["run"]["seed"])
+            for run in group.runs
+            if (rate := run["tokens_per_second"]) is not None and (bits := mean_bits(run["rows"])) is not None
+        ]
         axes.plot([x / 1e3 for x, _, _ in dots], [y for _, y, _ in dots], label=group.label, **look)
         rows += [
             {"model": group.model, "seed": seed, "tokens per second": x, "bits per byte": y} for x, y, seed in dots

@@ -46,6 +46,24 @@ class Group(NamedTuple):
         """Return :meth:`measured` as texts: mean and standard deviation."""
         return {x: mean_text(values, digits) for x, values in self.measured(key, value).items()}
 
+    def bits_per_byte(self) -> list[float]:
+        """Return the mean over all positions of the seeds' bits per byte, without those of runs that diverged."""
+        means = [mean_bits(run["rows"]) for run in self.runs if not diverged(run)]
+        return [bits for bits in means if bits is not None]
+
+
+def mean_bits(rows: list[Row]) -> float | None:
+    """Return the mean over all positions of bits per byte by position; None where no number or not all are known.
+
+    Args:
+        rows: parts in order, each with its mean over the positions from the end of the part before to its own.
+    """
+    if not rows or any(row["bits_per_byte"] is None for row in rows):
+        return None
+    starts = [0, *(row["end"] for row in rows[:-1])]
+    total = sum((row["end"] - start) * row["bits_per_byte"] for start, row in zip(starts, rows, strict=True))
+    return total / rows[-1]["end"]
+
 
 def load(path: Path) -> Row:
     """Return the results in a file.

@@ -83,13 +83,8 @@ def _by(key: str, value: str, digits: int, header: Callable[[int], str]) -> Call
 
 def language(found: Row) -> str:
     """Return bits per byte and tokens per second."""
-
-    def bits(g: Group) -> list[float]:
-        last = max(g.measured("end", "bits_per_byte"), default=None)
-        return g.measured("end", "bits_per_byte").get(last, [])
-
     rows = [
-        [g.label, f"{g.runs[0]['parameters']:,}", mean_text(bits(g), 3), f"{_median_rate(g):,.0f}"]
+        [g.label, f"{g.runs[0]['parameters']:,}", mean_text(g.bits_per_byte(), 3), f"{_median_rate(g):,.0f}"]
         for g in groups(found)
     ]
     return table(["model", "parameters", "bits per byte", "tokens per second"], rows)
@@ -111,7 +106,7 @@ TABLES: dict[str, Callable[[Row], str]] = {
 
 
 def mixers(results: dict[str, Row]) -> str:
-    """Return a row for each model with the last column of each experiment's table, where it has been run.
+    """Return a row for each model with one number of each experiment, mostly its last column, where it has been run.
 
     Of several sizes of the state the largest counts.
     """
@@ -153,7 +148,7 @@ ACROSS: tuple[tuple[str, str, Callable[[Group], str | None]], ...] = (
     *(("tracking", title, _tracked(group)) for group, title in GROUP_NAMES.items()),
     ("length", "bits per byte, 16 times the length", _last("end", "bits_per_byte", 3)),
     ("needle", "needles, longest text", _last("length", "accuracy")),
-    ("language", "language, bits per byte", _last("end", "bits_per_byte", 3)),
+    ("language", "language, bits per byte", lambda g: mean_text(bits, 3) if (bits := g.bits_per_byte()) else None),
 )
 
 
