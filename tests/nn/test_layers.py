@@ -164,6 +164,13 @@ def test_a_fixed_input_gate_does_not_train(make_model: Make, ids: Tensor) -> Non
             r"config\.mixer: got 'mlstm_exp', expected one",
         ),
         (lambda: MLSTM({"d_model": 8}), TypeError, r"config: got dict, expected a ModelConfig"),
+        (
+            lambda: MLSTM(16, 64, 2, batch_first=True),
+            TypeError,
+            r"config: got 16, 64, 2, batch_first=True, expected a ModelConfig alone; "
+            r"tfla\.nn\.MLSTMStack\(input_size, hidden_size, \.\.\.\) takes",
+        ),
+        (lambda: MLSTM(16), TypeError, r"config: got 16, expected a ModelConfig alone; tfla\.nn\.MLSTMStack"),
         (lambda: HeadNorm(2, 8, 1e-6, "group"), ValueError, r"kind: got 'group', expected 'layer' or 'rms'"),
         (lambda: HeadNorm(0, 8, 1e-6, "rms"), ValueError, r"num_heads: got 0, expected at least 1"),
         (lambda: HeadNorm(2, 8.0, 1e-6, "rms"), TypeError, r"head_dim: got float, expected an int"),

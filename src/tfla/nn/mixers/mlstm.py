@@ -39,12 +39,14 @@ class MLSTM(SequenceMixer):
     h_t = sigmoid(o~_t) * NORM(h~_t), equation (8). The modules ``input_gate`` and ``forget_gate`` give the
     pre-activations (5), soft-capped by (110), as (B, T, heads) in float32 or float64. Queries, keys, values and the
     output gate have no bias. The state is a :class:`tfla.State`. See :class:`SequenceMixer` for shapes.
+    :class:`tfla.nn.MLSTMStack` takes the place of :class:`torch.nn.LSTM`.
 
     Args:
         config: a config with mixer "mlstm_exp" or "mlstm_sig".
+        args, options: none; they let the error for the arguments of :class:`torch.nn.LSTM` name its replacement.
 
     Raises:
-        TypeError, ValueError: config is not a ModelConfig, or has another mixer.
+        TypeError, ValueError: config is not a ModelConfig, has another mixer, or is not the only argument.
     """
 
     tensor_parallel: ClassVar[dict[str, Sharding]] = {
@@ -52,7 +54,13 @@ class MLSTM(SequenceMixer):
         "input_gate": "columns", "forget_gate": "columns", "out_proj": "rows",
     }  # fmt: skip
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *args: object, **options: object) -> None:
+        if args or options or isinstance(config, int):
+            given = [*map(repr, (config, *args)), *(f"{name}={value!r}" for name, value in options.items())]
+            raise TypeError(
+                f"config: got {', '.join(given)}, expected a ModelConfig alone; "
+                "tfla.nn.MLSTMStack(input_size, hidden_size, ...) takes the place of nn.LSTM"
+            )
         check_config(config, "mlstm_exp", "mlstm_sig")
         super().__init__()
         d, heads = config.d_model, config.num_heads
