@@ -130,3 +130,19 @@ def test_states_of_single_sequences() -> None:
     bare = tfla.jax.State.zeros(3, 2, 5, 7, normalize=False)
     assert bare.n is None
     assert bare.scatter([0], bare.gather([1])).m is None
+
+
+def test_gradients_of_the_max_state_reach_states_after_no_steps() -> None:
+    """As in states after some steps, they pass through C and n; the returned m is a constant."""
+    p = problem("exp", dtype=torch.float64, T=3)
+    state = start(p)
+    assert state.m is not None
+
+    def total(m: jax.Array) -> jax.Array:
+        """Return a sum over the new true state."""
+        new = steps(p, 0, 3, state._replace(m=m), lengths=jnp.array([0, 3]))[1]
+        return (jnp.exp(jax.lax.stop_gradient(new.m))[..., None] * (new.C.sum(-1) + new.n)).sum()
+
+    change = jnp.array(np.random.default_rng(0).standard_normal(state.m.shape))
+    difference = (total(state.m + 1e-6 * change) - total(state.m - 1e-6 * change)) / 2e-6
+    assert jnp.allclose((jax.grad(total)(state.m) * change).sum(), difference, rtol=1e-6)

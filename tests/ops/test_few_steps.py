@@ -315,3 +315,29 @@ def test_training_through_steps(device: str) -> None:
     whole = tfla.mlstm(*leaves.values(), initial_state=p.state.to(device))
     for a, b in zip(*(torch.autograd.grad(x.square().sum(), list(leaves.values())) for x in (h, whole)), strict=True):
         assert error(a.cpu(), b.cpu()) < 1e-9
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise"])
+def test_gradients_of_the_max_state_reach_states_after_no_steps(device: str, backend: str) -> None:
+    """As in states after some steps, they pass through C and n; the returned m is a constant."""
+    p = problem(dtype=torch.float64, T=3)
+    inputs = [getattr(p, name).detach().to(device) for name in "qkvif"]
+    C, n, m = (t.detach().to(device) for t in p.state)
+    m.requires_grad_()
+    lengths = torch.tensor([0, 3], device=device)
+
+    def total(m: Tensor) -> Tensor:
+        """Return a sum over the new true state."""
+        new = tfla.mlstm_steps(*inputs, tfla.State(C, n, m), lengths=lengths, backend=backend)[1]
+        assert new.n is not None
+        assert new.m is not None
+        assert not new.m.requires_grad
+        return (new.m.exp()[..., None] * (new.C.sum(-1) + new.n)).sum()
+
+    (grad,) = torch.autograd.grad(total(m), m)
+    change = torch.randn(m.shape, dtype=m.dtype, device=m.device)
+    with torch.no_grad():
+        difference = (total(m + 1e-6 * change) - total(m - 1e-6 * change)) / 2e-6
+    assert torch.allclose((grad * change).sum(), difference, rtol=1e-6)
+    tangent = torch.func.jvp(total, (m.detach(),), (change,))[1]
+    assert torch.allclose(tangent, difference, rtol=1e-6)

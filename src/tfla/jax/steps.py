@@ -52,14 +52,16 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
         log_i = jnp.zeros_like(log_f)
     else:
         log_i, log_f = log_gates(i, f, spec.gates)
-    start = (
-        state.C.astype(dtype),
-        None if state.n is None else state.n.astype(dtype),
-        None if state.m is None else clamp(state.m).astype(dtype),
-    )
+    C = state.C.astype(dtype)
+    n = None if state.n is None else state.n.astype(dtype)
+    m = None if state.m is None else clamp(state.m).astype(dtype)
+    if lengths is not None and n is not None and m is not None and not spec.m_gradient:
+        # A state after no steps, too, has the derivatives in m in C and n: m is then a constant.
+        weight = jnp.exp(m - jax.lax.stop_gradient(m))
+        C, n, m = weight[..., None, None] * C, weight[..., None] * n, jax.lax.stop_gradient(m)
     q, k = (jnp.repeat(t.astype(dtype), group, 2) for t in (q, k))
     parts = tuple(jnp.moveaxis(t.astype(dtype), 1, 0) for t in (q, k, v, log_i, log_f))
-    C, n, m, *_ = vary_alike(*start, q, lengths)
+    C, n, m, *_ = vary_alike(C, n, m, q, lengths)
 
     def one(state: Triple, part: Any) -> tuple[Array, Triple]:
         q, k, v, log_i, log_f = part

@@ -13,7 +13,7 @@ from tfla.ops.autocast import without_autocast
 from tfla.ops.checked_values import checked_lengths
 from tfla.ops.gates import clamp, log_gates
 from tfla.ops.state import State
-from tfla.ops.transforms import needs_dispatcher
+from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 LARGEST = 1e30  # bounds exp(-m), which overflows where all gates are closed: inf / (inf + eps) is NaN
 
@@ -37,9 +37,13 @@ def compute_steps(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     none = x.C.new_empty(0)
     normalize = x.n is not None
     n, m = (none, none) if x.n is None or x.m is None else (x.n.to(dtype), clamp(x.m).to(dtype))
-    now = kept = x.C.to(dtype), n, m
+    C, lengths = x.C.to(dtype), x.lengths
+    if lengths is not None and normalize and (m.requires_grad or transforms_active()):
+        # A state after no steps, too, has the derivatives in m in C and n: m is then a constant.
+        weight = (m - m.detach()).exp()
+        C, n, m = weight[..., None, None] * C, weight[..., None] * n, m.detach()
+    now = kept = C, n, m
     hs = []
-    lengths = x.lengths
     if lengths is not None and lengths.device.type == "cpu" and needs_dispatcher((lengths,)):
         lengths = checked_lengths(lengths, x.v.shape[1])
     with without_autocast(x.q.device.type):
