@@ -108,3 +108,13 @@ def compare(
             if name == "A":
                 size = dt.norm() * max(dlog_f.norm(), dlog_i.norm())
             assert (ours.cpu() - theirs).norm() <= allowed * size, name
+
+
+def step_by_formula(p: dict[str, Tensor], softplus: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the new state, from inputs with heads; dt, A, D and dt_bias must be expanded."""
+    B, C = (p[name].repeat_interleave(p["x"].shape[1] // p["B"].shape[1], 1) for name in "BC")
+    dt = p["dt"] + p.get("dt_bias", 0.0)
+    dt = F.softplus(dt) if softplus else dt
+    state = torch.exp(dt[..., None] * p["A"]) * p["state"] + torch.einsum("bhp,bhp,bhn->bhpn", dt, p["x"], B)
+    y = torch.einsum("bhpn,bhn->bhp", state, C) + p.get("D", 0.0) * p["x"]
+    return (y * F.silu(p["z"]) if "z" in p else y), state

@@ -133,7 +133,7 @@ def functions_table(module: str) -> str:
         arguments = inspect.signature(function).parameters
         if not arguments:  # patch and restore
             continue
-        states = [a for a in arguments if "state" in a and "indices" not in a and "intermediate" not in a]
+        states = [a for a in arguments if "state" in a and not {"indices", "intermediate", "disable"} & {*a.split("_")}]
         packed = [a for a in ("cu_seqlens", "seq_idx") if a in arguments]
         cells = (", ".join(f"`{a}`" for a in names) or "-" for names in (states, packed))
         rows.append([f"`{name}`", _says(function), *cells])

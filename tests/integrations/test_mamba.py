@@ -286,7 +286,9 @@ SIGNATURES = {  # mamba_ssm's
     " rmsnorm_weight=None, rmsnorm_eps=1e-06, outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1,"
     " norm_before_gate=True",
     "selective_state_update": "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False,"
-    " state_batch_indices=None, pad_slot_id=-1",  # the last one is vLLM's
+    " state_batch_indices=None, pad_slot_id=-1"  # from here on vLLM's and flashinfer's
+    ", dst_state_batch_indices=None, null_block_id=-1, out=None, num_accepted_tokens=None, cu_seqlens=None,"
+    " disable_state_update=False, intermediate_states_buffer=None, intermediate_state_indices=None",
 }
 
 

@@ -6,27 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import TOLERANCE, error
 from hypothesis import given
 from hypothesis import strategies as st
-from mamba_truth import INFINITE, draw
+from mamba_truth import INFINITE, draw, step_by_formula
 from torch import Tensor
 
 from tfla.integrations.mamba import mamba_chunk_scan_combined, selective_state_update
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BATCH, HEADS, HEADDIM, GROUPS, DSTATE = 3, 4, 6, 2, 8
-
-
-def by_formula(p: dict[str, Tensor], softplus: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the new state, from inputs with heads; dt, A, D and dt_bias must be expanded."""
-    B, C = (p[name].repeat_interleave(p["x"].shape[1] // p["B"].shape[1], 1) for name in "BC")
-    dt = p["dt"] + p.get("dt_bias", 0.0)
-    dt = F.softplus(dt) if softplus else dt
-    state = torch.exp(dt[..., None] * p["A"]) * p["state"] + torch.einsum("bhp,bhp,bhn->bhpn", dt, p["x"], B)
-    y = torch.einsum("bhpn,bhn->bhp", state, C) + p.get("D", 0.0) * p["x"]
-    return (y * F.silu(p["z"]) if "z" in p else y), state
 
 
 def problem(
@@ -53,7 +42,7 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check(given: dict[str, Tensor], softplus: bool) -> None:
     """Compare the output and the updated state with those of the recurrence for the same rounded inputs."""
-    y, state = by_formula({name: t.cpu().double() for name, t in given.items()}, softplus)
+    y, state = step_by_formula({name: t.cpu().double() for name, t in given.items()}, softplus)
     before = given["state"].clone()
     out = selective_state_update(**{**given, "state": before}, dt_softplus=softplus)
     assert out.dtype == given["x"].dtype
@@ -111,7 +100,7 @@ def test_shapes_of_mamba(device: str, dtype: torch.dtype, softplus: bool) -> Non
     p = {name: (draw(*shape) / 2).to(device, dtype) for name, shape in shapes.items()}
     shared = ("A", "D", "dt_bias")  # without the dimension of the batch
     exact = {name: t.cpu().double()[None if name in shared else (slice(None), None)] for name, t in p.items()}
-    y, state = by_formula(exact, softplus)
+    y, state = step_by_formula(exact, softplus)
     out = selective_state_update(**p, dt_softplus=softplus)
     assert error(out.cpu(), y[:, 0]) <= TOLERANCE[dtype]
     assert error(p["state"].cpu(), state[:, 0]) <= TOLERANCE[dtype]
@@ -126,7 +115,7 @@ def test_gradients(device: str, per_head: bool) -> None:
     ends = {"dt": 1, "A": 2, "D": 1, "dt_bias": 1} if per_head else {}  # numbers of expanded dimensions
     leaves = {name: t[(..., *[0] * ends.get(name, 0))].clone().requires_grad_() for name, t in p.items()}
     full = {name: leaves[name][(..., *[None] * n)].expand(p[name].shape) for name, n in ends.items()}
-    y, state = by_formula({**leaves, **full}, False)
+    y, state = step_by_formula({**leaves, **full}, False)
     cotangents = torch.randn_like(y), torch.randn_like(state)
     true = torch.autograd.grad((y, state), list(leaves.values()), cotangents)
     given = {name: t.detach().to(device).requires_grad_() for name, t in leaves.items()}
@@ -190,7 +179,7 @@ def test_gradients_beside_skipped_rows(device: str, per_head: bool, rows: list[i
     cotangents = draw(BATCH, HEADS, HEADDIM), draw(*pool.shape)
     of_batch = {name: leaves[name][taken] for name in ("x", "B", "C", "z")}
     dt = p["dt"].clone().requires_grad_()
-    y, new = by_formula({**leaves, **of_batch, "dt": dt[taken], "state": pool[indices[taken]]}, False)
+    y, new = step_by_formula({**leaves, **of_batch, "dt": dt[taken], "state": pool[indices[taken]]}, False)
     wanted = (y * cotangents[0][taken]).sum() + (pool.index_copy(0, indices[taken], new) * cotangents[1]).sum()
     true = torch.autograd.grad(wanted, [*leaves.values(), dt, pool])
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tfla
 from tfla._util.caching import CallCache
+from tfla.integrations.mamba.serving_step import Serving, serve
 from tfla.integrations.mamba.terms import (
     check_devices,
     check_operands,
@@ -176,10 +177,20 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     pad_slot_id: int = -1,
+    *,
+    dst_state_batch_indices: Tensor | None = None,
+    null_block_id: int = -1,
+    out: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
 ) -> Tensor:
     """Compute one step for decoding.
 
-    The function stands in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``. For each head
+    The function stands in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``, and with the
+    further options, which have no gradients, for the functions of that name in vLLM and flashinfer. For each head
 
         h <- exp(dt A) h + dt B x^T        y = (C^T h + D x) silu(z)
 
@@ -203,18 +214,53 @@ def selective_state_update(
         state_batch_indices: (batch,) int, the row of `state` that each step updates, no row twice. A step whose index
             is negative is skipped: its output is 0, and it changes no state. None takes all rows in order. With one
             decay a head, and without gradients, the kernel reads and overwrites the rows where they are.
-        pad_slot_id: an index that is skipped like a negative one, as in vLLM's function.
+        pad_slot_id, null_block_id: indices that are skipped like negative ones, as in vLLM's function.
+        dst_state_batch_indices: the rows of `state` that get the new states, in place of those of
+            state_batch_indices, which are then as they were. Like these, (batch,), or (batch, columns), of which the
+            first column counts without num_accepted_tokens.
+        out: a tensor like x, which gets the output and is returned.
+        num_accepted_tokens: (batch,) int, the number of tokens that the last call has proposed and that were accepted.
+            Both indices then have a column for each token, (batch, tokens): a sequence starts from the row of its last
+            accepted token, the first column if none is, and the state after each token goes to the row of its column.
+        cu_seqlens: (batch + 1,) int, the offsets of packed sequences: x, dt, B, C and z are (tokens, ...).
+        disable_state_update: whether `state` stays as it is.
+        intermediate_states_buffer: (rows, tokens, nheads, headdim, dstate), which gets the state after each token.
+        intermediate_state_indices: (batch,) int, the row of the buffer of each sequence; None takes all in order.
+
+    Several tokens of each sequence, x (batch, T, nheads, headdim) and the others likewise, are computed one after the
+    other, on copies of the states. So are packed ones.
 
     Returns:
-        out (batch, nheads, headdim), or (batch, dim), in the dtype of x.
+        out, in the shape and dtype of x.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     if type(pad_slot_id) is not int:
         check_int("pad_slot_id", pad_slot_id, -(2**63))
-    if isinstance(state_batch_indices, Tensor) and pad_slot_id >= 0:
-        state_batch_indices = state_batch_indices.masked_fill(state_batch_indices == pad_slot_id, -1)
+    if type(null_block_id) is not int:
+        check_int("null_block_id", null_block_id, -(2**63))
+    for skipped in (pad_slot_id, null_block_id):
+        if isinstance(state_batch_indices, Tensor) and skipped >= 0:
+            state_batch_indices = state_batch_indices.masked_fill(state_batch_indices == skipped, -1)
+        if isinstance(dst_state_batch_indices, Tensor) and skipped >= 0:
+            dst_state_batch_indices = dst_state_batch_indices.masked_fill(dst_state_batch_indices == skipped, -1)
+    options = Serving(
+        dst_state_batch_indices, num_accepted_tokens, cu_seqlens, disable_state_update, intermediate_states_buffer,
+        intermediate_state_indices,
+    )  # fmt: skip
+    several = isinstance(x, Tensor) and isinstance(state, Tensor) and x.dim() == state.dim()
+    if several or options.asked() or (isinstance(state_batch_indices, Tensor) and state_batch_indices.dim() == 2):
+
+        def step(states: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None, rows: Tensor) -> Tensor:
+            return selective_state_update(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, rows)
+
+        found = serve(step, state, x, dt, B, C, z, state_batch_indices, options)
+        return found if out is None else _copied(out, found)
+    if out is not None:
+        check_shape("out", out, tuple(x.shape))
+        found = selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+        return _copied(out, found)
     if isinstance(state, Tensor) and state.dim() == 3:
         operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         return _step_without_heads(state, operands, dt_softplus, state_batch_indices)
@@ -255,10 +301,16 @@ def selective_state_update(
             state[slots] = cast(new, state.dtype)
         elif new is not None:
             state.copy_(new)
-        out = compute_output(y, x_in, D, z)
+        y = compute_output(y, x_in, D, z)
     if state_batch_indices is None:
-        return out
-    return out.masked_fill((state_batch_indices < 0)[:, None, None], 0.0)
+        return y
+    return y.masked_fill((state_batch_indices < 0)[:, None, None], 0.0)
+
+
+def _copied(out: Tensor, found: Tensor) -> Tensor:
+    """Return `out` with the values of a result."""
+    check_shape("out", out, tuple(found.shape))
+    return out.copy_(found)
 
 
 def _step_without_heads(
