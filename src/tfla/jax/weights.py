@@ -74,6 +74,8 @@ def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Ar
     causal = jnp.tri(log_f.shape[-1], dtype=bool)
     # From m = -inf at the start of the tile.
     inside = total + jnp.where(causal, (log_i - total)[..., None, :], -jnp.inf).max(-1)
+    # XLA's maximum over a dim may leave out NaN, which sums keep.
+    inside = jnp.where(jnp.isnan(running_sum(log_i)), jnp.nan, inside)
     packing = tiling.packing
 
     def step(before: Array, tile: tuple[Array, ...]) -> tuple[Array, Array]:
