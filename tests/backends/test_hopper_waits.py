@@ -67,6 +67,7 @@ CASES: dict[str, list[Case]] = {
         ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
         ("gdn norms", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
     ],
+    "reader_norms": [("gdn norms", {"K": 128, "V": 136, "T": 330, "H": 1}, None)],
     "delta_solve": [("gdn", {"K": 64, "V": 64, "T": 130, "H": 2}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "channel_operands": [("kda bfloat16", {"K": 136, "V": 64, "T": 70, "H": 1, "dtype": torch.bfloat16}, None)],

@@ -23,7 +23,7 @@ KERNELS = {
 } | {"delta_solve": "solve_kernel"}  # fmt: skip
 SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
-    "delta_tiles", "delta_dk_w", "channel_states",
+    "delta_tiles", "delta_dk_w", "reader_norms", "channel_states",
 )  # fmt: skip
 
 

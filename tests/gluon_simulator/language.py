@@ -221,6 +221,7 @@ _COMMON = {
     "exp2": _with(torch.exp2),
     "rsqrt": _with(torch.rsqrt),
     "log": _with(torch.log),
+    "log2": _with(torch.log2),
     "abs": _with(torch.abs),
     "associative_scan": associative_scan,
     "maximum": _with(torch.maximum),

@@ -26,7 +26,6 @@ DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 ALIGNMENT = 16  # bytes, of addresses that TMA takes
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
 LARGEST_BY_CHANNEL = 256, 4096  # dqk and dhv with a gate for each channel
-LARGEST_WITH_NORMS = 128  # dhv of a backward whose kernels divide q and k by their norms
 
 
 def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
@@ -117,15 +116,12 @@ class HopperDelta(TritonDelta):
         return x.v.shape[0] * x.v.shape[2], processors(x.q.device)
 
     def normalizes(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
-        """Return whether the kernels divide q and k by their norms.
-
-        Those with at most one gate a step do so, in a backward where dhv is at most 128.
-        """
+        """Return whether the kernels divide q and k by their norms, as those with at most one gate a step do."""
         from tfla.backends.triton import delta
 
         if delta.takes_channel_kernels(x, spec):
             return self.activates(x, spec)
-        return not spec.save or x.v.shape[3] <= LARGEST_WITH_NORMS
+        return True
 
     def activates(self, x: DeltaInputs, spec: DeltaSpec) -> bool:
         """Return whether the kernels apply the activation of the gates, which have one gate for each channel then.

@@ -133,7 +133,7 @@ def launch_scans(
         sequences.clear(base, dq)
         delta_dq_dk.launch(ctx, gates, E, dh, dv, do_e, dq, dk, dk_w, sums, dbeta, initial=C)
     else:
-        scan = ScanOfReader(ctx, padded, gates, E, do_e, sums, results.pad_state(padded, C, None)[0])
+        scan = ScanOfReader(ctx, padded, gates, E, do_e, dbeta, sums, results.pad_state(padded, C, None)[0])
         scan.launch(dq_dk.READ_KEYS, dv, dk_w, dk)
         # dq is the last: the checkpoints, which the scan for dk reads, have been given back by then.
         dq = base.new(*shape, base.K, dtype=dtype)
@@ -154,15 +154,17 @@ class ScanOfReader:
         gates: The gate vectors, or any tensor where there are no gates.
         E: The prediction errors.
         do_e: do . E, (B, T, H).
+        dbeta: The gradient of beta, (B, T, H).
         sums: What the scans leave for the gradient of gates; readers are parts.
         C: The initial states, (N, H, K, V), or None for zeros.
     """
 
     def __init__(
-        self, ctx: DeltaContext, padded: LaunchContext, gates: Tensor, E: Tensor, do_e: Tensor, sums: delta_dq_dk.Sums,
-        C: Tensor | None,
+        self, ctx: DeltaContext, padded: LaunchContext, gates: Tensor, E: Tensor, do_e: Tensor, dbeta: Tensor,
+        sums: delta_dq_dk.Sums, C: Tensor | None,
     ) -> None:  # fmt: skip
         self.E, self.sums, self.C, self.k, self.gated = E, sums, C, ctx.x.k, ctx.gated
+        self.norms, self.dbeta = ctx.norms_apart, dbeta
         if not ctx.gated:  # the kernel always loads gate vectors
             gates = gate_kernels.launch(replace(padded, x=padded.x._replace(log_f=padded.zeros(*E.shape[:3]))))
         self.gates = GateVectors(gates, {"GATES": LOADED.value, **dict.fromkeys(padded.gate_forms, False)})
@@ -187,7 +189,12 @@ class ScanOfReader:
             base = replace(base, checkpoint_steps=NO_CHECKPOINTS)
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums[:2])
         checkpoints = self.sums.checkpoints if at_checkpoints else self.E  # any of their dtype, which is not accessed
+        norms = None
+        if self.norms is not None:
+            of_keys, of_queries = self.norms
+            norms = of_keys, of_keys if by_keys else of_queries, self.dbeta
         dq_dk_launch.launch(
             base, self.gates, self.k, self.E, z, w, out, reads, (checkpoints, self.gates.vectors, self.sums.dots),
-            reverse=False, initial=(self.C, None), final=(None, pairs), reader=reader, save_sums=self.gated,
+            reverse=False, initial=(self.C, None), final=(None, pairs), reader=reader,
+            save_sums=self.gated or norms is not None, norms=norms,
         )  # fmt: skip

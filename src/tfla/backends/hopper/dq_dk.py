@@ -58,6 +58,15 @@ leaves what is read across tiles. The sums of pairs of steps of one tile (B7), w
 since no gate lies between them, come from step (11): it also computes W = P * (w x^T) from P before it is rounded, and
 leaves the sums of its rows and columns. Where keys are alike, rounding errors of P would not cancel in dlog_f.
 Checkpoints are of dC here: step (12) makes <C, dC>.
+
+With NORMS the rule has q and k divided by their norms. 1 / |k| is a factor of beta, and that of the reader one of the
+rows of P and of a, so that step (9) has 1 / |q| or 1 / |k| times the gradient of the normalized reader. The norm's own
+gradient takes off a correction by rows, as in `delta_dq_dk.py`, before step (9):
+
+    dq <- dq - q (q . dq) / |q|^2,   dk <- dk - k (k . dk) / |k|^2
+
+Both inner products are sums that steps (7) and (11) leave for the store warp, and for q what it reads of its own step,
+for k what it writes, beta dbeta. A warp in the place of the second gate warp adds them up (`reader_norms.py`).
 """
 
 from typing import Any, NamedTuple
@@ -73,7 +82,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR
-from tfla.backends.hopper import delta_dk_w, gate_warp, mma, normalizer, pipeline, scheduler, split_reduce, store_warp
+from tfla.backends.hopper import (
+    delta_dk_w,
+    gate_warp,
+    mma,
+    normalizer,
+    pipeline,
+    reader_norms,
+    scheduler,
+    split_reduce,
+    store_warp,
+)
 from tfla.backends.hopper.checkpoints import checkpoint_dots, prefetch, prefetch_checkpoint, store_checkpoint
 from tfla.backends.hopper.gate_warp import RECOMPUTED
 from tfla.backends.hopper.pipeline import (
@@ -116,6 +135,7 @@ class Config(NamedTuple):
     FUSE_NORMALIZER: Any  # divide o by the denominators
     SAVE_D: Any  # store d to `w_out`
     READER: Any  # NO_READER, QUERIES or READ_KEYS
+    NORMS: Any  # q and k are divided by their norms, with SUMS_OF_READERS
     RESULT: Any  # what the store warp stores
     INDEXED: Any  # for o: `state_in` and `state_out` are pools, whose rows the schedule has
     STATE_DX: Any  # rows of `state_in` and `state_out`
@@ -154,6 +174,7 @@ class SharedStorage(NamedTuple):
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored, and with FUSE_NORMALIZER n and the row sums of P
     same: Any  # with QUERIES the diagonal of P, (STAGES, L)
+    norms: Any  # with NORMS a `reader_norms.SharedStorage`
     # With FUSE_NORMALIZER, as in `o_dv.py`:
     floor: Any  # exp(-m), (STAGES, L)
     matrix: Any  # update weights as a right operand, (STAGES, 8, L)
@@ -441,6 +462,8 @@ def store_scores(S, D, R, shared, s, n, ids, half: gl.constexpr, config):
         normalizer.store_shared_sums(P, shared, n, half)
     if config.RESULT == SUMS_OF_READERS:
         store_warp.store_pairs(P * R, shared.partial_dots.index(s), half, L)
+        if config.NORMS and config.READER == QUERIES:
+            reader_norms.store_own_products(R, ids.i, ids.j, shared.norms, half, L)
     to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
     fence_async_shared()
     pipeline.barrier()
@@ -641,6 +664,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     out = inter_tile_output(acc, pipe_state, z, shared, config)
     if config.RESULT == SUMS_OF_READERS:  # (7) of other tiles
         mma.store_partial_dots(out, x if config.READER == READ_KEYS else w_t, shared.partial_dots.index(s), half, L)
+        if config.NORMS:
+            reader_norms.signal_sums(shared.norms)
     C0, C1, N, dn, decay, N0, N1 = acc
     if config.FUSE_NORMALIZER:  # (3), (4) d and its inverse, while few registers are in use
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
@@ -664,6 +689,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         out += x_t.to(gl.float32) * gl.expand_dims(shared.same.index(s).load(gl.SliceLayout(0, out.type.layout)), 0)
     if config.READER == READ_KEYS:  # what keys add as writers
         out += delta_dk_w.load_transposed(w.reshape([L, 64])).to(gl.float32)
+    if config.NORMS:
+        out -= reader_norms.corrections(x if config.READER == READ_KEYS else w_t, n, shared.norms, out.type.layout, L)
     if config.ACCUMULATE_DN:
         # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)
@@ -744,13 +771,13 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def dq_dk_kernel(
-    X, Y, Z, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, checkpoints, n_checkpoints, dots,
-    zero_counts, schedule, W, T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it,
-    stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
+    X, Y, Z, Out, gates, i_gate, f_gate, key_norms, norms_of_reader, dbeta, w_out, state_in, state_out, n_in, n_out,
+    checkpoints, n_checkpoints, dots, zero_counts, schedule, W, T, tiles_per_head, H, group_size, segment_steps,
+    num_work_tiles, stride_ib, stride_it, stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
     DX: gl.constexpr, DY: gl.constexpr, NUM_SPLITS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     CHECKPOINT_STEPS: gl.constexpr, REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
     STORE_FINAL_STATE: gl.constexpr, NORMALIZE: gl.constexpr, USE_DP_OFFSET: gl.constexpr, TRANSPOSED: gl.constexpr,
-    FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr,
+    FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr, NORMS: gl.constexpr,
     SAVE_SUMS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
     SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr, INDEXED: gl.constexpr,
     STATE_DX: gl.constexpr, STATE_DY: gl.constexpr,
@@ -769,6 +796,8 @@ def dq_dk_kernel(
         gates: Gate vectors, (H, tiles, VECTORS, L).
         i_gate: Input gates, (B, T, H), or beta with READER.
         f_gate: Forget gates, (B, T, H), or with QUERIES do . E.
+        key_norms, norms_of_reader: 1 / |k|, and that of the reader, q or k, (B, T, H) float32, with NORMS.
+        dbeta: The gradient of beta, (B, T, H) float32, with NORMS and READ_KEYS.
         w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H). With SAVE_SUMS and READER
             those of earlier tiles.
         state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE; with INDEXED a pool.
@@ -804,8 +833,9 @@ def dq_dk_kernel(
             vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
+            key_norms=key_norms if NORMS else None, reader_norms=norms_of_reader if NORMS else None,
         ),
-        w_out, zero_counts, tiles_per_head, group_size,
+        dbeta, w_out, zero_counts, tiles_per_head, group_size,
         GlobalPointers(
             out=Out, state_in=state_in, state_out=state_out, n_in=n_in, n_out=n_out, checkpoints=checkpoints,
             n_checkpoints=n_checkpoints, dots=dots,
@@ -819,7 +849,7 @@ def dq_dk_kernel(
             CHECKPOINT_STEPS=CHECKPOINT_STEPS, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
-            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT, INDEXED=INDEXED,
+            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, NORMS=NORMS, RESULT=RESULT, INDEXED=INDEXED,
             STATE_DX=STATE_DX, STATE_DY=STATE_DY, PADDED=STATE_DX != DX or STATE_DY != DY,
         ),
     )  # fmt: skip
@@ -827,17 +857,19 @@ def dq_dk_kernel(
 
 @gluon.jit
 def run_second_gate_warp(
-    source, buffers, out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config
+    source, buffers, dbeta, shared, out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config
 ):
-    """Run the second gate warp, or with NUM_SPLITS above 1 the zero-fill warp in its place."""
-    if config.NUM_SPLITS == 1:
+    """Run the second gate warp, or in its place the zero-fill warp, with NUM_SPLITS above 1, or that of NORMS."""
+    if config.NORMS:
+        reader_norms.run_dot_warp(source, dbeta, shared, params, config)
+    elif config.NUM_SPLITS == 1:
         gate_warp.run_gate_warp(1, source, buffers, full, empty, params, tiles_per_head, gate_config)
     else:
         split_reduce.run_zero_fill_warp(out, zeros, zero_counts, full, empty, params, config)
 
 
 @gluon.jit
-def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, gmem, params, config):
+def partitions(tensors, source, dbeta, w_out, zero_counts, tiles_per_head, group_size, gmem, params, config):
     """Allocate shared memory and start the partitions of the program: consumers, load, gate and store warps."""
     X, Y, Z, W = tensors
     L: gl.constexpr = config.L
@@ -871,10 +903,12 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     zeros = pipeline.allocate_tiles(gmem.out, 1) if SPLIT_REDUCE else x
     full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(RESULT) + (1 if SPLIT_REDUCE else 0), 2)
     ready = pipeline.allocate_barriers(2, 2)
+    norms = reader_norms.allocate(L) if config.NORMS else None
     fence_async_shared()
     shared = SharedStorage(
         x=x, y=y, z=z, w=w, g=g, u=u, delta=delta, partial_dots=partial_dots, full=full, empty=empty, p=p, ready=ready,
         floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d, same=same,
+        norms=norms,
     )  # fmt: skip
     buffers = gate_warp.GateBuffers(
         vectors=g, weights=u, extra=floor if config.FUSE_NORMALIZER else delta, matrix=matrix, same=same,
@@ -898,7 +932,8 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
             (run_load_warp, (X, Y, Z, W, gmem, shared, params, group_size, config)),
             (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             (run_second_gate_warp, (
-                source, buffers, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config,
+                source, buffers, dbeta, shared, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head,
+                gate_config, config,
             )),
             (store_warp.run_store_warp, (
                 d, w_out, gmem.n_out if PAIRS else source.vectors, full, empty, params, tiles_per_head, store_config,

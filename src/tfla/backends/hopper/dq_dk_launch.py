@@ -132,8 +132,8 @@ def _launch_transposed(
 def launch(
     ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, sums: Tensor,
     checkpoints: tuple[Tensor, Tensor, Tensor], *, reverse: bool, initial: Pair, final: Pair, delta: bool = False,
-    transposed: bool = False, fuse_normalizer: bool = False,
-    reader: Any = dq_dk.NO_READER, save_sums: bool = False,
+    transposed: bool = False, fuse_normalizer: bool = False, reader: Any = dq_dk.NO_READER, save_sums: bool = False,
+    norms: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Launch `dq_dk_kernel`.
 
@@ -152,6 +152,8 @@ def launch(
         fuse_normalizer: Whether the kernel divides by the denominators.
         reader: Which reader of the delta rule has the cotangent; beta is then the input gate of the context.
         save_sums: Whether a reader's launch stores sums of pairs: those of one tile to the second of `final`.
+        norms: With a reader 1 / |k|, that of the reader and dbeta, (B, T, H) each, where q and k are divided by their
+            norms, or None.
     """
     vectors = gates.vectors
     C, n, C_final, n_final = (vectors if t is None else t for t in (*initial, *final))
@@ -162,13 +164,14 @@ def launch(
     zero_counts = vectors if splits == 1 else ctx.zeros(grid[0] * grid[1] // PAIR.value, dtype=torch.int32)
     ctx.launch(dq_dk.dq_dk_kernel, grid,
         host.descriptor(ctx, x, host.STATE_ROWS), host.descriptor(ctx, y, DY // splits),
-        host.descriptor(ctx, z, DY // splits), host.descriptor(ctx, out, 64), vectors, *ctx.gate_inputs, sums, C,
+        host.descriptor(ctx, z, DY // splits), host.descriptor(ctx, out, 64), vectors, *ctx.gate_inputs,
+        *(norms or (vectors, vectors, vectors)), sums, C,
         C_final, n, n_final, *checkpoints, zero_counts, ctx.schedule, host.descriptor(ctx, w, 64),
         *host.kernel_scalars(ctx), DX=DX, DY=DY, NUM_SPLITS=splits, L=ctx.L, STAGES=RING_STAGES,
         CHECKPOINT_STEPS=ctx.checkpoint_steps, REVERSE=reverse, IS_SEGMENTED=ctx.segmented,
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
         NORMALIZE=ctx.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
         FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, READER=reader.value,
-        SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed,
+        NORMS=norms is not None, SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, INDEXED=ctx.indexed,
         STATE_DX=state_dims[0], STATE_DY=state_dims[1], num_warps=4,
     )  # fmt: skip

@@ -76,6 +76,9 @@ class GateSource(NamedTuple):
     INPUT_GATE: Any  # with RECOMPUTED: whether there is an input gate
     SIGMOID_I: Any  # with RECOMPUTED: whether log i is logsigmoid(i), not i
     SIGMOID_F: Any  # with RECOMPUTED: whether log f is logsigmoid(f), not f
+    # With WRITES: 1 / |k|, and that of q or k, which reads, (B, T, H) float32; None: q and k are as they are.
+    key_norms: Any = None
+    reader_norms: Any = None
 
 
 class GateBuffers(NamedTuple):
@@ -155,9 +158,18 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
                 at_beta, at_same = gate_pointers(source, b, h, start)
                 beta = load_gate_steps(at_beta, source.stride_it, t * L, steps, r).to(gl.float32)  # (L)
                 inter = inter * source.scale
+                if source.key_norms is not None:  # factors of what steps write and read
+                    at_norms = (b.to(gl.int64) * params.T + start + t * L + r) * params.H + h
+                    exists = t * L + r < steps
+                    beta *= gl.load(source.key_norms + at_norms, mask=exists, other=1.0)
+                    of_reader = gl.load(source.reader_norms + at_norms, mask=exists, other=1.0)  # (L)
+                    row += gl.log2(of_reader)
+                    inter *= of_reader
                 update = update * beta
                 if buffers.same is not None:
                     same = load_gate_steps(at_same, source.stride_ft, t * L, steps, r) * (beta * source.scale)  # (L)
+                    if source.key_norms is not None:
+                        same *= of_reader
             # (2) The consumers have released the stage.
             s, phase = stage_and_phase(n // HEADS, config.STAGES)
             mbarrier.wait(empty.index(s), phase ^ 1)
