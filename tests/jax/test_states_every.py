@@ -142,13 +142,47 @@ def test_gradients() -> None:
         ({"states_every": 0}, ValueError, "states_every: got 0, expected at least 1"),
         ({"return_state": False}, ValueError, "states_every: got 4 with return_state False, expected return_state"),
         ({"context_parallel": "x"}, ValueError, "states_every: got it with context_parallel, expected at most one"),
-        ({"i": jnp.ones((2, 3, 2))}, ValueError, r"i: got shape \(2, 3, 2\), expected \(2, 23\) as its first dims"),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
     run, x, _ = arrays("mlstm")
     with pytest.raises(error, match=f"^{message}"):
         run(**{"return_state": True, "states_every": 4} | x | change)
+
+
+BAD_ARRAYS: dict[str, dict[str, Any]] = {
+    "q, none": {"q": None},
+    "k, none": {"k": None},
+    "v, none": {"v": None},
+    "gate, none": {"gate": None},
+    "gate, steps": {"gate": jnp.ones((2, 3, 2))},
+    "q, three dims": {"q": jnp.ones((4, 2, 3))},
+    "q, two dims": {"q": jnp.ones((4, 4))},
+    "v, no heads": {"v": jnp.ones((2, 23, 0, 3))},
+    "v, dtype": {"v": jnp.ones((2, 23, 2, 3), jnp.float32)},
+    "no steps": {"T": 0},
+}
+
+
+@pytest.mark.parametrize("change", BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+@pytest.mark.parametrize("operator", [*OPERATORS, "gla"])
+def test_arrays_are_checked_as_without_it(operator: str, change: dict[str, Any]) -> None:
+    """The first error is that of the same call that returns no states in between."""
+    run, x, _ = arrays("linear_attention" if operator == "gla" else operator)
+    gate = "i" if operator == "mlstm" else "log_f"
+    if operator == "gla":
+        x["log_f"] = jnp.zeros((2, 23, 2, 4))
+    if "T" in change:
+        x = {name: t[:, :0] for name, t in x.items()}
+    else:
+        x |= {gate if name == "gate" else name: t for name, t in change.items()}
+    if operator == "kda" and x["log_f"] is None:
+        return  # no decay
+    with pytest.raises((TypeError, ValueError)) as expected:
+        run(**x)
+    with pytest.raises(type(expected.value)) as found:
+        run(**x, return_state=True, states_every=4)
+    assert str(found.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("name", ["mlstm", "delta_rule"])

@@ -26,6 +26,19 @@ from tfla.ops.checks import check_chunk_size, check_flags, check_input_gate
 from tfla.ops.gates import InputGate
 
 
+def check_arrays(q: Array, k: Array, v: Array, i: Array | None, f: Array, gates: str) -> None:
+    """Check shapes and dtypes of a call.
+
+    Args:
+        q, k, v, i, f: its arrays, with gates of each step.
+        gates: what the gates are, as in :func:`tfla.jax.gates.log_gates`.
+    """
+    names = ("log_i", "log_f") if gates == "log" else ("i", "f")
+    # Of all gates only log_i may be None.
+    given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
+    checks.check_inputs(q, k, v, given, time=True)
+
+
 def prepare(
     q: Array, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool, initial_state: State | None,
     return_state: bool, cu_seqlens: Offsets | None, chunk_size: int | None, scale: float | None, backend: str | None,
@@ -40,10 +53,7 @@ def prepare(
     check_chunk_size(chunk_size)
     scale = checks.check_scale(scale)
     check_flags(normalize=normalize, return_state=return_state, normalizer_grad=normalizer_grad)
-    names = ("log_i", "log_f") if gates == "log" else ("i", "f")
-    # Of all gates only log_i may be None.
-    given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
-    checks.check_inputs(q, k, v, given, time=True)
+    check_arrays(q, k, v, i, f, gates)
     given_chunk_size = chunk_size
     is_open = backend is None and kernel is None
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
@@ -250,7 +260,8 @@ def mlstm(
             normalizer_grad=normalizer_grad, store_dtype=store_dtype,
         )  # fmt: skip
         return with_states_every(
-            every, {"q": q, "k": k, "v": v, "i": i, "f": f}, states_every, normalize=input_gate == "exp",
+            every, functools.partial(check_arrays, q, k, v, i, f, input_gate),
+            {"q": q, "k": k, "v": v, "i": i, "f": f}, states_every, normalize=input_gate == "exp",
             initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
             context_parallel=context_parallel, state_indices=state_indices,
         )  # fmt: skip
@@ -321,9 +332,12 @@ def linear_attention(
             linear_attention, normalize=normalize, chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel,
             normalizer_grad=normalizer_grad, store_dtype=store_dtype,
         )  # fmt: skip
+        check = functools.partial(check_arrays, q, k, v, log_i, log_f, "log")
+        if has_channel_gates(log_f):
+            check = functools.partial(channel_gates.check_call, q, k, v, log_f, log_i, normalize, store_dtype)
         return with_states_every(
-            every, {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}, states_every, normalize=bool(normalize),
-            initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
+            every, check, {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}, states_every,
+            normalize=bool(normalize), initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
             context_parallel=context_parallel, state_indices=state_indices,
         )  # fmt: skip
     if state_indices is not None:

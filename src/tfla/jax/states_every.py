@@ -27,13 +27,14 @@ Found = tuple[Array, State, State]
 
 
 def with_states_every(
-    operator: Operator, arrays: Mapping[str, Array | None], every: int, *, normalize: bool, initial_state: State | None,
-    return_state: bool, cu_seqlens: Any, context_parallel: object, state_indices: Any,
+    operator: Operator, check: Callable[[], None], arrays: Mapping[str, Array | None], every: int, *, normalize: bool,
+    initial_state: State | None, return_state: bool, cu_seqlens: Any, context_parallel: object, state_indices: Any,
 ) -> Found:  # fmt: skip
     """Compute h, the final states, and the states after every n steps.
 
     Args:
         operator: the operator with all options but those below.
+        check: the check of its arrays, as in a call without ``every``.
         arrays: its arrays (B, T, ...) by name.
         every: n.
         normalize: whether states have n and m.
@@ -47,15 +48,10 @@ def with_states_every(
         ValueError, TypeError: an argument does not fit.
     """
     check_options(every, return_state, context_parallel)
-    for name, x in arrays.items():
-        if x is not None:
-            checks.check_float(name, x)
+    check()
     q, v = arrays["q"], arrays["v"]
     assert q is not None
     assert v is not None
-    for name, x in arrays.items():
-        if x is not None and (x.ndim < 3 or x.shape[:2] != q.shape[:2]):
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {tuple(q.shape[:2])} as its first dims")
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
         if checks.is_traced(cu_seqlens):

@@ -206,8 +206,9 @@ def delta_rule(
             missing: dict[str, Any] = dict.fromkeys(given)
             return delta_rule(**missing | arrays, **options)
 
+        every: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
         return with_states_every(
-            part, given, states_every, normalize=False, initial_state=initial_state, return_state=return_state,
+            part, functools.partial(check_arrays, every), given, states_every, normalize=False, initial_state=initial_state, return_state=return_state,
             cu_seqlens=cu_seqlens, context_parallel=context_parallel, state_indices=state_indices,
         )  # fmt: skip
     if state_indices is not None:

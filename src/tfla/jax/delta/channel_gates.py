@@ -11,6 +11,7 @@ from tfla.jax import checks
 from tfla.jax.choice import Offsets
 from tfla.jax.delta import api
 from tfla.jax.delta import steps as delta_steps
+from tfla.jax.delta.checks import check_arrays
 from tfla.jax.delta.inputs import DeltaArrays
 from tfla.jax.gates import clamp
 from tfla.jax.packed_parts import Parts
@@ -34,6 +35,14 @@ def _arrays(q: Array, k: Array, v: Array, log_f: Array, log_i: Array | None) -> 
         checks.check_shape("log_i", log_i, tuple(v.shape[:-1]))
         beta = jnp.exp(clamp(jnp.asarray(log_i)))
     return DeltaArrays(q, k, v, beta, log_f, None, None, None, None, None)
+
+
+def check_call(
+    q: Array, k: Array, v: Array, log_f: Array, log_i: Array | None, normalize: bool, store_dtype: Any
+) -> None:
+    """Check the arrays of a call, and the options that have to be left out with log_f (B, T, H, dqk)."""
+    check_options(normalize, store_dtype)
+    check_arrays(_arrays(q, k, v, log_f, log_i))
 
 
 def linear_attention(
