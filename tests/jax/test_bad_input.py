@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def same_message(
     if jax_function not in TAKE_CHANNEL_GATES:
         expected_text = re.sub(r" or \(\d+, \d+, \d+, \d+\)$", "", expected_text)
     if text.startswith(("backend:", "kernel:")):  # there are other backends
-        assert re.match(r"(backend|kernel): got .*, (allowed are|backend '\w+' has) ", text)
+        assert re.match(r"(backend|kernel): got .*, (allowed are None and|backend '\w+' has) '", text)
     elif text.startswith("cu_seqlens: got") and "array" in text:
         assert text == expected_text + " or a tuple of ints"
     elif text.startswith("store_dtype"):
@@ -160,7 +161,9 @@ def test_steps_of_the_delta_rule() -> None:
     state = tfla.jax.State.zeros(2, 4, 5, 7, normalize=False)
     with pytest.raises(ValueError, match=r"^in_place: got True, expected False: .*donate_argnames"):
         tfla.jax.delta_rule_step(**x, state=state, in_place=True)
-    with pytest.raises(ValueError, match=r"^backend: got 'paper', allowed are None, 'hopper', 'triton', 'chunkwise'"):
+    with pytest.raises(
+        ValueError, match=r"^backend: got 'paper', allowed are None and 'hopper', 'triton', 'chunkwise'"
+    ):
         tfla.jax.delta_rule_step(**x, state=state, backend="paper")
     with pytest.raises(ValueError, match=r"^state.n: got an array, expected None"):
         tfla.jax.delta_rule_step(**x, state=tfla.jax.State.zeros(2, 4, 5, 7))
@@ -204,6 +207,60 @@ def test_traced_scales_and_steps_in_place() -> None:
     step = {name: converted(t) for name, t in one_step().items()}
     with pytest.raises(ValueError, match=r"^in_place: got True, expected False: .*donate_argnames"):
         tfla.jax.mlstm_step(**step, in_place=True)
+
+
+STATIC = "expected an option that is static: name it in static_argnames of jax.jit"
+TRACED: dict[str, tuple[str, ...]] = {
+    "mlstm": ("return_state", "chunk_size", "normalizer_grad", "states_every"),
+    "linear_attention": ("normalize", "return_state", "states_every"),
+    "gates by channel": ("normalize", "return_state", "chunk_size", "normalizer_grad", "states_every"),
+    "mlstm_step": ("in_place",),
+    "linear_attention_step": ("normalize", "in_place"),
+    "linear_attention_steps": ("normalize", "return_state"),
+    "delta_rule": ("return_state", "chunk_size", "read_before_decay", "normalize_qk", "lower_bound", "states_every"),
+    "delta_rule_steps": ("return_state", "in_place", "normalize_qk", "lower_bound"),
+    "delta_product": ("writes", "return_state", "chunk_size", "normalize_qk", "states_every"),
+    "explain": ("return_state", "chunk_size"),
+}
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name, options in TRACED.items() for option in options])
+def test_options_that_are_traced(name: str, option: str) -> None:
+    """Under jit an option has to be static; the message says how."""
+    x = {n: converted(t) for n, t in (one_step() if name.endswith("_step") else whole()).items() if n != "state"}
+    state = tfla.jax.State.zeros(2, 4, 5, 7, normalize=name == "mlstm_step")
+    more: dict[str, Any] = {"state": state} if "step" in name else {}
+    i, f = x.pop("i"), x.pop("f")
+    if name in ("mlstm", "explain", "mlstm_step"):
+        x |= {"i": i, "f": f}
+    elif name == "gates by channel":
+        x["log_f"], name = jnp.zeros(x["q"].shape), "linear_attention"
+    elif name.startswith("delta"):
+        x["beta"] = i
+    else:
+        x["log_f"] = f
+    if option != "writes" and name == "delta_product":
+        more["writes"] = 1
+    if option == "states_every":
+        more["return_state"] = True
+    value = {"chunk_size": 16, "writes": 1, "states_every": 2, "lower_bound": -5.0}.get(option, True)
+    run = jax.jit(lambda value: getattr(tfla.jax, name)(**x, **more, **{option: value}))
+    with pytest.raises(TypeError, match=rf"^{option}: got an array that is traced, {STATIC}"):
+        run(value)
+
+
+@pytest.mark.parametrize("name", ["mlstm", "linear_attention", "delta_rule"])
+def test_whether_rows_are_returned_is_static(name: str) -> None:
+    x, pool = some(), tfla.jax.State.zeros(4, 4, 5, 7, normalize=name == "mlstm")
+    run = functools.partial(getattr(tfla.jax, name), *x.values(), initial_state=pool, state_indices=jnp.array([3, 1]))
+    with pytest.raises(TypeError, match=rf"^return_state: got an array that is traced, {STATIC}"):
+        jax.jit(lambda value: run(return_state=value))(True)
+
+
+def test_offsets_that_are_traced_one_by_one() -> None:
+    x = {name: t[:1] for name, t in some().items()}
+    with pytest.raises(TypeError, match=r"^cu_seqlens: got a tuple of traced numbers, expected an array, or a tuple"):
+        jax.jit(lambda cu_seqlens: tfla.jax.mlstm(**x, cu_seqlens=cu_seqlens))((0, 4, 9))
 
 
 @pytest.mark.parametrize(
@@ -303,6 +360,27 @@ def test_explanation() -> None:
     assert re.search(r"^chunk_size +4 \(6 stored states\)$", text, re.MULTILINE)
     assert "not reference" in text
     assert tfla.jax.explain(**some(), backend="reference").kernel == "recurrent"
+
+
+def test_explanation_of_shapes() -> None:
+    """Arrays may be shapes and dtypes alone, all of them or some."""
+
+    def shapes(x: Any) -> Any:
+        return jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), x)
+
+    x = some() | {"initial_state": tfla.jax.State.zeros(2, 4, 5, 7)}
+    expected = str(tfla.jax.explain(**x, chunk_size=4))
+    assert str(tfla.jax.explain(**shapes(x), chunk_size=4)) == expected
+    assert str(tfla.jax.explain(**x | {"q": shapes(x["q"])}, chunk_size=4)) == expected
+    with pytest.raises(ValueError, match=r"^k: got shape \(2, 9, 4, 1\), expected \(2, 9, 4, 5\)"):
+        tfla.jax.explain(**shapes(x | {"k": x["k"][..., :1]}))
+    of_one = {name: t[:1] for name, t in some().items()}
+    offsets = (0, 4, 9)
+    expected = str(tfla.jax.explain(**of_one, cu_seqlens=offsets))
+    for cu_seqlens in (offsets, jnp.array(offsets), jax.ShapeDtypeStruct((3,), jnp.int32)):
+        assert str(tfla.jax.explain(**shapes(of_one), cu_seqlens=cu_seqlens)) == expected
+    rule = {name: converted(t) for name, t in of_delta().items()}
+    assert str(tfla.jax.explain_delta_rule(**shapes(rule))) == str(tfla.jax.explain_delta_rule(**rule))
 
 
 def test_the_import_leaves_cuda_alone() -> None:

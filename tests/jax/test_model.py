@@ -142,6 +142,16 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         model([1, 2])
     with pytest.raises(ValueError, match=r"^ids: got shape \(3,\), expected \(B, T\)"):
         model(jnp.zeros(3, int))
+    vocab = model.config.vocab_size
+    for token in (-1, vocab):
+        text = (
+            rf"^ids: got tokens from {min(token, 0)} to {max(token, 0)}, expected from 0 to {vocab - 1}, the vocabulary"
+        )
+        with pytest.raises(ValueError, match=text):
+            model(jnp.array([[0, token]]))
+        with pytest.raises(ValueError, match=text):
+            model.step(np.array([token, 0]), model.initial_state(2))
+        assert nnx.jit(lambda model, x: model(x))(model, jnp.array([[0, token]])).shape == (1, 2, vocab)
     with pytest.raises(ValueError, match=r"^state: got 1 entries, expected one for each of the 2 blocks"):
         model(jnp.zeros((1, 3), int), model.initial_state(1)[:1])
     with pytest.raises(ValueError, match=r"^document_start: got it together with cu_seqlens"):

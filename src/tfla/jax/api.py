@@ -50,6 +50,9 @@ def prepare(
         ValueError, TypeError: as :func:`mlstm`.
     """
     store_dtype = checks.check_store_dtype(store_dtype)
+    checks.check_static(
+        chunk_size=chunk_size, normalize=normalize, return_state=return_state, normalizer_grad=normalizer_grad
+    )
     check_chunk_size(chunk_size)
     scale = checks.check_scale(scale)
     check_flags(normalize=normalize, return_state=return_state, normalizer_grad=normalizer_grad)
@@ -327,6 +330,7 @@ def linear_attention(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    checks.check_static(normalize=normalize)
     if states_every is not None:
         every = functools.partial(
             linear_attention, normalize=normalize, chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel,
@@ -349,6 +353,7 @@ def linear_attention(
         )  # fmt: skip
         return attend_by_index(run, initial_state, state_indices, return_state, q, cu_seqlens)
     if has_channel_gates(log_f):
+        checks.check_static(normalizer_grad=normalizer_grad)
         check_flags(normalizer_grad=normalizer_grad)
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,

@@ -36,6 +36,16 @@ def is_traced(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+STATIC = "name it in static_argnames of jax.jit, or pass it by functools.partial"
+
+
+def check_static(**options: object) -> None:
+    """Check that the values of options are known when a call is traced."""
+    for name, option in options.items():
+        if is_traced(option):
+            raise TypeError(f"{name}: got an array that is traced, expected an option that is static: {STATIC}")
+
+
 def check_float(name: str, x: object) -> None:
     """Check that an argument is an array of a float dtype that the operators support."""
     if not is_array(x):
@@ -89,6 +99,10 @@ def check_cu_seqlens(cu_seqlens: Any, q: Any, axis: str | None = None, name: str
         name: the name of ``q`` for the caller.
     """
     if isinstance(cu_seqlens, tuple):
+        if any(map(is_traced, cu_seqlens)):
+            raise TypeError(
+                f"cu_seqlens: got a tuple of traced numbers, expected an array, or a tuple that is static: {STATIC}"
+            )
         if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in cu_seqlens):
             raise TypeError(f"cu_seqlens: got {cu_seqlens!r}, expected an int32 or int64 array or a tuple of ints")
         shape: tuple[int, ...] = (len(cu_seqlens),)

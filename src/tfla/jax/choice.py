@@ -36,7 +36,7 @@ def choose(
         ValueError: no backend or kernel has that name.
     """
     if backend is not None and not (isinstance(backend, str) and backend in kernels):
-        raise ValueError(f"backend: got {backend!r}, allowed are None, {', '.join(map(repr, kernels))}")
+        raise ValueError(f"backend: got {backend!r}, allowed are None and {', '.join(map(repr, kernels))}")
     chosen = "chunkwise" if backend is None else backend
     names = kernels[chosen]
     if kernel is not None and not (isinstance(kernel, str) and kernel in names):

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import Array
 
 from tfla.jax import kernels
 from tfla.jax.api import prepare
 from tfla.jax.choice import KERNELS, Offsets
 from tfla.jax.chunkwise import TILE, stored_states
-from tfla.jax.inputs import Inputs
+from tfla.jax.inputs import Inputs, Spec
 from tfla.jax.plans import KernelInputs, KernelSpec, signature
 from tfla.jax.state import State
 from tfla.ops.checks import check_input_gate
 from tfla.ops.explain import Explanation
 from tfla.ops.gates import InputGate
+
+
+def with_shapes(explained: Callable[[Any], Explanation], arrays: Any) -> Explanation:
+    """Explain a call of arrays, some of which may be shapes and dtypes alone.
+
+    Args:
+        explained: the explanation as a function of the arrays, which are traced where there are shapes alone.
+        arrays: the arrays, `jax.ShapeDtypeStruct` and other arguments.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    places = [n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    if not places:
+        return explained(arrays)
+    found: list[Explanation] = []
+
+    def traced(given: list[Array]) -> None:
+        for n, x in zip(places, given, strict=True):
+            leaves[n] = x
+        found.append(explained(jax.tree.unflatten(tree, leaves)))
+
+    jax.eval_shape(traced, [leaves[n] for n in places])
+    return found[0]
 
 
 def explain(
@@ -40,7 +64,7 @@ def explain(
     """Return what :func:`mlstm` would run for the same arguments, without running it.
 
     Args:
-        q, k, v, i, f: as in :func:`mlstm`; only their shapes and dtypes matter.
+        q, k, v, i, f: as in :func:`mlstm`; only their shapes and dtypes matter, and `jax.ShapeDtypeStruct` serves.
         input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`mlstm`.
         backend, kernel, normalizer_grad, store_dtype, context_parallel: as in :func:`mlstm`.
 
@@ -51,17 +75,31 @@ def explain(
         ValueError, TypeError: as :func:`mlstm`.
     """
     check_input_gate(input_gate)
-    spec, x = prepare(
-        q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
-        backend, kernel, normalizer_grad, store_dtype, context_parallel,
-    )  # fmt: skip
-    why = "it could, but {} " + ("was asked for" if backend is not None else "comes before it")
+
+    def explained(arrays: Any) -> Explanation:
+        """Explain the call of these arrays."""
+        q, k, v, i, f, initial_state, cu_seqlens = arrays
+        spec, x = prepare(
+            q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
+            backend, kernel, normalizer_grad, store_dtype, context_parallel,
+        )  # fmt: skip
+        return _of_checked(spec, x, cu_seqlens, backend is not None)
+
+    return with_shapes(explained, (q, k, v, i, f, initial_state, cu_seqlens))
+
+
+def _of_checked(
+    spec: Spec | KernelSpec, x: Inputs | KernelInputs, cu_seqlens: Offsets | None, asked_for: bool
+) -> Explanation:
+    """Explain a call that has been checked; `asked_for`: the caller has chosen the backend."""
+    why = "it could, but {} " + ("was asked for" if asked_for else "comes before it")
     if isinstance(spec, KernelSpec):
         assert isinstance(x, KernelInputs)
         rows, details = kernels.describe(spec, x)
         others = kernels.why_not(signature(x), spec.backend, why.format(repr(spec.backend)))
         others |= {name: why.format(repr(spec.backend)) for name in KERNELS if name not in (*others, spec.backend)}
         return Explanation(spec.backend, "fused", spec.options.chunk_size, rows, details, others)
+    assert isinstance(spec, Spec)
     assert isinstance(x, Inputs)
     rows, details = 0, {}
     if spec.backend == "chunkwise":

@@ -151,9 +151,7 @@ def _span(running: Array, k: Array, v: Array, i: Array | None, f: Array, gates: 
     m = None
     if normalize:
         # Of the steps alone: the max state before them may be far below 0. It is finite where no step is inside.
-        # XLA's maximum over a dim may leave out NaN.
-        largest = jnp.where(jnp.isnan(weight).any(1), jnp.nan, weight.max(1))
-        m = jax.lax.stop_gradient(jnp.maximum(largest, jnp.finfo(dtype).min / 4))
+        m = jax.lax.stop_gradient(jnp.maximum(weight.max(1), jnp.finfo(dtype).min / 4))
         weight = weight - m[:, None]
     grows = gates == "log" and not normalize
     w = jnp.moveaxis(jnp.exp(weight / 2 if grows else weight), 1, 2).reshape(1, k.shape[2], group, -1)

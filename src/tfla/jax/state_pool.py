@@ -106,6 +106,7 @@ def attend_by_index(
     Raises:
         ValueError, TypeError: an argument does not fit.
     """
+    checks.check_static(return_state=return_state)
     checks.check_float("q", q)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     check_pool(pool, indices, sequences, "initial_state", return_state)

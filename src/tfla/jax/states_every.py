@@ -47,6 +47,7 @@ def with_states_every(
     Raises:
         ValueError, TypeError: an argument does not fit.
     """
+    checks.check_static(states_every=every, return_state=return_state)
     check_options(every, return_state, context_parallel)
     check()
     q, v = arrays["q"], arrays["v"]

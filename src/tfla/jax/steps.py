@@ -97,6 +97,7 @@ def _steps(
         state_indices: as in :func:`mlstm_step`.
     """
     scale = checks.check_scale(scale)
+    checks.check_static(normalize=normalize, return_state=return_state, in_place=in_place)
     check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
     checks.check_in_place(in_place)
     choose(backend, None, None)

@@ -48,6 +48,10 @@ def prepare(
         ValueError, TypeError: as :func:`delta_rule`.
     """
     scale = checks.check_scale(scale)
+    checks.check_static(
+        chunk_size=chunk_size, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+        lower_bound=lower_bound, return_state=return_state,
+    )  # fmt: skip
     check_chunk_size(chunk_size)
     check_flags(read_before_decay=read_before_decay, normalize_qk=normalize_qk, return_state=return_state)
     check_arrays(x)
@@ -207,8 +211,9 @@ def delta_rule(
             return delta_rule(**missing | arrays, **options)
 
         every: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
+        check = functools.partial(check_arrays, every)
         return with_states_every(
-            part, functools.partial(check_arrays, every), given, states_every, normalize=False, initial_state=initial_state, return_state=return_state,
+            part, check, given, states_every, normalize=False, initial_state=initial_state, return_state=return_state,
             cu_seqlens=cu_seqlens, context_parallel=context_parallel, state_indices=state_indices,
         )  # fmt: skip
     if state_indices is not None:

@@ -65,6 +65,7 @@ def steps(
     state_indices: Array | None,
 ) -> tuple[Array, State]:  # fmt: skip
     """Compute steps of :func:`tfla.jax.linear_attention` with log_f (B, H, dqk), or (B, T, H, dqk) with `time`."""
+    checks.check_static(normalize=normalize)
     scale = checks.check_scale(scale)
     check_options(normalize, None)
     x = _arrays(q, k, v, log_f, log_i)

@@ -61,6 +61,7 @@ def delta_product(
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
     """
+    checks.check_static(writes=writes, return_state=return_state)
     if isinstance(writes, bool) or not isinstance(writes, int):
         raise TypeError(f"writes: got {type(writes).__name__}, expected an int")
     if writes < 1:
@@ -131,6 +132,7 @@ def dplr(
     Raises:
         ValueError, TypeError: as :func:`delta_rule`.
     """
+    checks.check_static(return_state=return_state)
     for name, x in {"q": q, "k": k, "a": a, "b": b}.items():
         checks.check_float(name, x)
         checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
@@ -165,6 +167,7 @@ def _in_writes(states_every: int | None, writes: int, return_state: bool, axis: 
     """Return a checked number of steps between states as a number of writes, or None."""
     if states_every is None:
         return None
+    checks.check_static(states_every=states_every, return_state=return_state)
     check_options(states_every, return_state, axis)
     return writes * states_every
 

@@ -70,9 +70,9 @@ def run(
         return_state, in_place, backend, state_indices: as in :func:`delta_rule_steps`.
     """
     scale = checks.check_scale(scale)
-    check_flags(
-        read_before_decay=read_before_decay, normalize_qk=normalize_qk, return_state=return_state, in_place=in_place
-    )  # fmt: skip
+    flags = {"read_before_decay": read_before_decay, "normalize_qk": normalize_qk, "return_state": return_state}
+    checks.check_static(**flags, in_place=in_place, lower_bound=lower_bound)
+    check_flags(**flags, in_place=in_place)
     checks.check_in_place(in_place)
     choose(backend, None, None, DELTA_KERNELS)
     check_arrays(x, time=time)

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -19,6 +20,7 @@ from tfla.jax.nn.layers import projection, rms_norm, soft_cap
 from tfla.jax.nn.mixers import MIXERS
 from tfla.jax.nn.mlstm import MLSTM
 from tfla.jax.nn.recurrent import MixerState
+from tfla.jax.rows import is_readable
 from tfla.jax.state import State
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import input_std, output_std
@@ -88,7 +90,7 @@ class LanguageModel(nnx.Module):
         """Return, for each token, the logits of the token after it.
 
         Args:
-            ids: (B, T) int tokens, T >= 1. Their values are not checked.
+            ids: (B, T) int tokens, T >= 1. Arrays on a CPU that are not traced are checked against the vocabulary.
             state: the state that an earlier call returned, or :meth:`initial_state`; None is the start of a document.
             document_start: (B, T) bool, True at the first token of each document. A document does not depend on the
                 tokens before it: the mLSTM's forget gate is closed there.
@@ -103,7 +105,7 @@ class LanguageModel(nnx.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
-        check_ids(ids, "(B, T)", 2)
+        check_ids(ids, "(B, T)", 2, self.config.vocab_size)
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         if document_start is not None and document_start.shape != ids.shape:
@@ -147,7 +149,7 @@ class LanguageModel(nnx.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
-        check_ids(ids, "(B,)", 1)
+        check_ids(ids, "(B,)", 1, self.config.vocab_size)
         if state is None:
             raise TypeError("state: got NoneType, expected a tuple with one entry a block")
         x, after = self.embedding(ids), []
@@ -256,8 +258,11 @@ class SwiGLU(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def check_ids(ids: Any, shape: str, dims: int) -> None:
-    """Raise unless ids is an integer array with ``dims`` dimensions, none of them empty but the first."""
+def check_ids(ids: Any, shape: str, dims: int, vocab_size: int) -> None:
+    """Raise unless ids is an integer array with ``dims`` dimensions, none of them empty but the first.
+
+    Values that the host reads without waiting have to be in the vocabulary.
+    """
     if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
         got = f"an array of {ids.dtype}" if hasattr(ids, "dtype") else type(ids).__name__
         raise TypeError(f"ids: got {got}, expected an array of integers")
@@ -265,6 +270,12 @@ def check_ids(ids: Any, shape: str, dims: int) -> None:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {shape}")
     if dims > 1 and ids.shape[1] < 1:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
+    if ids.size and is_readable(ids):
+        low, high = int(np.min(ids)), int(np.max(ids))
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"ids: got tokens from {low} to {high}, expected from 0 to {vocab_size - 1}, the vocabulary"
+            )
 
 
 def check_dtype(name: str, dtype: Any) -> None:
