@@ -24,7 +24,7 @@ def drawn(*lead: int, per_head: bool = True, dtype: torch.dtype = torch.float64)
         "state": draw(SLOTS, HEADS, HEADDIM, DSTATE).to(dtype),
         "x": draw(*lead, HEADS, HEADDIM).to(dtype),
         "dt": (draw(*lead, HEADS, rest[0]) / 2).to(dtype).expand(*lead, HEADS, HEADDIM),
-        "A": -torch.rand(HEADS, *rest, dtype=torch.float64).to(dtype).expand(HEADS, HEADDIM, DSTATE),
+        "A": (-torch.rand(HEADS, *rest, dtype=torch.float64).to(dtype)).expand(HEADS, HEADDIM, DSTATE),
         "B": draw(*lead, GROUPS, DSTATE).to(dtype),
         "C": draw(*lead, GROUPS, DSTATE).to(dtype),
         "D": draw(HEADS, 1).to(dtype).expand(HEADS, HEADDIM),

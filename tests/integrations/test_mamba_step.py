@@ -28,7 +28,7 @@ def problem(
     lead, rest = ((1,), (1, 1)) if per_head else ((HEADDIM,), (HEADDIM, dstate))
     p["dt"] = (draw(BATCH, HEADS, *lead) / 2).expand(full)
     p["dt_bias"], p["D"] = ((draw(HEADS, *lead) / 2).expand(HEADS, HEADDIM) for _ in range(2))
-    p["A"] = -torch.rand(HEADS, *rest, dtype=torch.float64).expand(HEADS, HEADDIM, dstate)
+    p["A"] = (-torch.rand(HEADS, *rest, dtype=torch.float64)).expand(HEADS, HEADDIM, dstate)
     return {name: t for name, t in p.items() if name in optional or name not in ("D", "z", "dt_bias")}
 
 
@@ -205,6 +205,16 @@ def test_gradients_beside_skipped_rows(device: str, per_head: bool, rows: list[i
             assert a.abs().max() == 0, name
         else:
             assert error(a, b) <= TOLERANCE[torch.float64], name
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_state_of_float64_keeps_its_bits_where_all_rows_are_skipped(device: str, per_head: bool) -> None:
+    """The step of float32 inputs is computed in float32."""
+    given = {name: cast(t.to(device), torch.float32) for name, t in problem(per_head).items()}
+    pool = torch.randn(4, HEADS, HEADDIM, DSTATE, device=device, dtype=torch.float64)
+    before, rows = pool.clone(), torch.full((len(given["x"]),), -1, device=device)
+    selective_state_update(**{**given, "state": pool}, state_batch_indices=rows)
+    assert torch.equal(pool, before)
 
 
 def test_the_slot_that_stands_for_padding() -> None:

@@ -296,9 +296,12 @@ def selective_state_update(
         else:
             y, new = _step_with_element_decay(old, x_in, dt, A, B, C)
         if new is not None and slots is not None:
+            new = cast(new, state.dtype)
+            if slots.numel():  # if all are skipped, slot 0 stays as it is, without a rounding to the operator's dtype
+                new = torch.where((state_batch_indices >= 0).any(), new, old)  # type: ignore[operator, union-attr]
             if writes is not None and recorded:  # index_put hands the gradient of a row to every copy that writes it
                 new = torch.where(writes[:, None, None, None], new, new.detach())
-            state[slots] = cast(new, state.dtype)
+            state[slots] = new
         elif new is not None:
             state.copy_(new)
         y = compute_output(y, x_in, D, z)
