@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import problem
-from jax_cases import SHAPE, leaves_of
+from jax_cases import SHAPE, call, leaves_of
 
 import tfla.jax
 from tfla.jax.nn import KeyValues, MixerState
@@ -64,9 +64,9 @@ def test_an_axis_of_vmap_divides_no_sequence(name: str) -> None:
     x = [jnp.stack([a, 2 * a]) for a in inputs()]
     run = jax.vmap(lambda *x: getattr(tfla.jax, name)(*x, context_parallel="x"), axis_name="x")
     message = "^context_parallel: got 'x', an axis of jax.vmap, expected an axis of the mesh of a jax.shard_map around"
-    for call in (run, jax.grad(lambda *x: run(*x).sum())):
+    for fn in (run, jax.grad(lambda *x: run(*x).sum())):
         with pytest.raises(ValueError, match=message):
-            call(*x)
+            fn(*x)
 
 
 def test_checkpoint() -> None:
@@ -102,6 +102,33 @@ def test_derivatives_of_gradients() -> None:
 
     for a, b in zip(product(), product(backend="reference"), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 3, 9)], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", ["exp", "normalized"])
+def test_derivatives_of_gradients_through_a_state(form: str, offsets: tuple[int, ...] | None) -> None:
+    """The max state, by which the state is scaled, is a constant in them as in the gradients themselves."""
+    x = leaves_of(problem(form, T=9, B=1, positive_qk=form == "normalized"))
+    if offsets is not None:
+        x |= {name: jnp.repeat(x[name], 2, 0) for name in ("C0", "n0", "m0")}
+    directions = {name: jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for name, a in x.items()}
+
+    def second(backend: str | None) -> Any:
+        options = {"cu_seqlens": offsets, "backend": backend, "chunk_size": 2}
+
+        def total(x: dict[str, Any]) -> Any:
+            h1, state = call(form, x, **options)
+            h2, state = call(form, x, initial_state=state, **options)
+            return sum(jnp.sin(a).sum() for a in (h1, h2, state.C, state.n))
+
+        def product(x: dict[str, Any]) -> Any:
+            return sum((g * directions[name]).sum() for name, g in jax.grad(total)(x).items())
+
+        return jax.grad(product)(x)
+
+    found, expected = second(None), second("reference")
+    for name, exact in expected.items():
+        np.testing.assert_allclose(found[name], exact, rtol=0, atol=1e-9 * np.abs(exact).max(), err_msg=name)
 
 
 def test_forward_mode_of_the_reference() -> None:

@@ -95,14 +95,29 @@ def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Ar
 
 
 def tile_gates(log_i: Array, log_f: Array, m: Array | None, tiling: Tiling) -> TileGates:
-    """Return the log-weights of tiles from log-gates (n, R, heads, L) and the initial max states m (N, heads)."""
+    """Return the log-weights of tiles from log-gates (n, R, heads, L) and the initial max states m (N, heads).
+
+    Max states are constants for derivatives, as that of a returned state is: they are any numbers by which results are
+    scaled. The initial one has a derivative, since the initial state is C exp(m).
+    """
     every = None
     if m is not None:
-        every, before = max_states(log_i, log_f, m, tiling)
+        constant = jax.lax.stop_gradient
+        every, before = map(constant, max_states(constant(log_i), constant(log_f), constant(m), tiling))
+        before = before.at[..., 0].add(_of_starts(m - constant(m), tiling, before.shape[:-1]))
         log_i, log_f = stabilized(log_i, log_f, every, before)
     b, b_low = cumulative_sum(log_f)
     a, a_low = two_sum(log_i, -b)
     return TileGates((b, b_low), (a, a_low - b_low), every, None)
+
+
+def _of_starts(x: Array, tiling: Tiling, shape: tuple[int, ...]) -> Array:
+    """Return x (N, heads) of each sequence at its first tile and zeros at other ones, (n, R, heads)."""
+    packing = tiling.packing
+    if packing is None:
+        return jnp.zeros(shape, x.dtype).at[:1].set(x)
+    rows = jnp.minimum(packing.sequence, x.shape[0] - 1)
+    return jnp.where(packing.starts[:, None], x[rows], 0.0)[:, None]
 
 
 def stabilized(log_i: Array, log_f: Array, m: Array, before: Array) -> Pair:
