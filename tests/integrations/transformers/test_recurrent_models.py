@@ -6,7 +6,10 @@ import copy
 import importlib
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import exp, log
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -24,6 +27,12 @@ from tfla.integrations.transformers.recurrences import LAYERS  # noqa: E402
 
 MODELS = list(small_models.MODELS)
 ONE_EACH = ["mamba2", "qwen3_5", "kimi_linear", "minimax"]  # a model of each recurrence
+WIDE: dict[str, dict[str, Any]] = {  # the same with head dims that the kernels of all GPUs take as they are
+    "mamba2": {"hidden_size": 64, "num_heads": 2, "head_dim": 64, "state_size": 64},
+    "qwen3_5": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "kimi_linear": {"linear_head_dim": 64},
+    "minimax": {"head_dim": 64, "num_experts_per_tok": 4},  # all experts, whose choice depends on rounding
+}
 WITHOUT_GENERATE = ["glm5_next"]  # whose text model has no head
 RECURRENT_ONLY = ["granitemoehybrid", "glm5_next"]  # whose attention in PyTorch does not keep packed sequences apart
 MAMBA2_FIELDS = {"n_groups", "mamba_n_groups", "mamba_ngroups"}  # each model with Mamba-2 has one of these
@@ -44,12 +53,21 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     return build
 
 
-@pytest.fixture
-def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def use_float64() -> Iterator[None]:
     """Make float64 of float32, in which models compute recurrences and norms also where they are in float64."""
     importlib.import_module("torch._inductor.codegen.cpp")  # its tables of dtypes are made at import, by their names
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Make float64 of float32 in the whole test."""
+    with use_float64():
+        yield
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
@@ -62,7 +80,7 @@ def results(model: Any, ids: Tensor, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     out = model(ids, **inputs)[0]
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    out.backward(cotangent.to(out.dtype))
+    out.backward(cotangent.to(out))
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"out": out.detach(), **gradients}
 
@@ -132,6 +150,39 @@ def test_float32(make: Make, tokens: Tokens, name: str) -> None:
     assert all(found[name].dtype == torch.float32 for name in expected)
     with torch.no_grad():
         assert error(continued(model, ids, 11), steps) <= BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WIDE)
+def test_logits_and_gradients_on_every_device(
+    make: Make, tokens: Tokens, device: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors against the own path in float64 on the CPU are within tolerance, or not far above those of the own path.
+
+    They are at most twice those in the geometric mean over logits and gradients, and ten times for each of them.
+    """
+    if not hasattr(transformers, small_models.MODELS[name].model):
+        pytest.skip(f"transformers {transformers.__version__} has no {small_models.MODELS[name].model}")
+    exact, ids = make(name, torch.float32, **WIDE[name]).train(), tokens(2, 37)
+    model = copy.deepcopy(exact).to(device, dtype)
+    with use_float64():
+        truth = results(exact.double(), ids)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the own path's convolutions
+    calls: list[torch.device] = []
+    for each in ("linear_attention", "delta_rule"):
+        own = getattr(tfla, each)
+        monkeypatch.setattr(tfla, each, lambda q, *args, own=own, **kw: calls.append(q.device) or own(q, *args, **kw))
+    theirs = results(model, ids.to(device))
+    assert not calls
+    found = results(accelerate(model), ids.to(device))
+    assert [each.type for each in calls] == [device] * len(recurrent_layers(model))
+    assert found.keys() == theirs.keys() == truth.keys()
+    assert all(found[key].dtype == theirs[key].dtype for key in truth)
+    errors = {key: (error(found[key].cpu(), x), error(theirs[key].cpu(), x)) for key, x in truth.items()}
+    bound = TOLERANCE[dtype]
+    assert all(ours <= max(bound, 10 * own) for ours, own in errors.values()), errors
+    ours, own = (fmean(log(max(e, 1e-30)) for e in each) for each in zip(*errors.values(), strict=True))
+    assert exp(ours) <= max(bound, 2 * exp(own)), errors
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
