@@ -35,8 +35,8 @@ def randomize(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module
     return model.to(dtype)
 
 
-def mlstm_layer(dtype: torch.dtype = torch.float64, context_length: int = 40) -> nn.Module:
-    config = xlstm.mLSTMLayerConfig(embedding_dim=16, num_heads=2, context_length=context_length)
+def mlstm_layer(dtype: torch.dtype = torch.float64, context_length: int = 40, width: int = 16) -> nn.Module:
+    config = xlstm.mLSTMLayerConfig(embedding_dim=width, num_heads=2, context_length=context_length)
     return randomize(xlstm.mLSTMLayer(config), dtype)
 
 
@@ -54,9 +54,10 @@ def language_model() -> nn.Module:
 def large(**options: Any) -> nn.Module:
     module = importlib.import_module("xlstm.xlstm_large.model")
     options = {"chunkwise_kernel": KERNELS[0], "return_last_states": True} | options
+    sizes = {"embedding_dim": 32, "num_heads": 2, "num_blocks": 2, "vocab_size": 40}
     config = module.xLSTMLargeConfig(
-        embedding_dim=32, num_heads=2, num_blocks=2, vocab_size=40, sequence_kernel="native_sequence__native",
-        step_kernel="native", chunk_size=16, norm_reduction_force_float32=False, **options,
+        sequence_kernel="native_sequence__native", step_kernel="native", chunk_size=16,
+        norm_reduction_force_float32=False, **sizes | options,
     )  # fmt: skip
     return randomize(module.xLSTMLarge(config))
 
@@ -72,7 +73,7 @@ def results(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
     """Return what the model returns, and the gradients of its parameters from random cotangents."""
     found = tensors(model(*inputs))
     torch.manual_seed(2)
-    weights = [torch.randn_like(t) for t in found[:1]]
+    weights = [torch.randn(t.shape).to(t) for t in found[:1]]  # the same for every dtype and device
     parameters = list(model.parameters())
     return [*found, *torch.autograd.grad(found[:1], parameters, weights, allow_unused=True, materialize_grads=True)]
 
@@ -113,6 +114,49 @@ def test_layer_in_half_precision(mode: str) -> None:
         y.float().sum().backward()
         found.append(error(y, exact))
     assert found[1] <= 1.5 * found[0] < 0.1
+
+
+ON_DEVICES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype]] = {  # heads of the GPUs' kernels
+    "layer float32": (lambda: mlstm_layer(context_length=96, width=64), (2, 96, 64), torch.float32),
+    "layer bfloat16": (lambda: mlstm_layer(context_length=96, width=64), (2, 96, 64), torch.bfloat16),
+    "large float32": (lambda: large(embedding_dim=256), (2, 96), torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", ON_DEVICES)
+def test_every_device_computes_what_the_cpu_does_in_float64(
+    device: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of outputs and gradients are within tolerance, or at most ten times those of the package there."""
+    make, shape, dtype = ON_DEVICES[case]
+    model, generator = make().to(dtype), torch.Generator().manual_seed(5)
+    if len(shape) == 2:
+        x = exact = torch.randint(40, shape, generator=generator)
+    else:
+        x = torch.randn(shape, generator=generator).to(dtype)
+        exact = x.double()
+    truth = by_module(copy.deepcopy(model).double(), exact)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the layer's convolution
+    model.to(device)
+    theirs, found = by_module(model, x.to(device)), by_module(accelerate(model), x.to(device))
+    bound = 5 * TOLERANCE[dtype]
+    assert error(found["y"].cpu(), truth["y"]) <= bound
+    for name, expected in truth.items():
+        assert (found[name].device.type, found[name].dtype) == (device, dtype)
+        assert error(found[name].cpu(), expected) <= max(bound, 10 * error(theirs[name].cpu(), expected)), name
+
+
+def by_module(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Return the output and the gradients, those of a module's parameters together, as that of a bias nearly cancels.
+
+    States are left out: the kernels of a GPU may choose another scale m for them.
+    """
+    names = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    found = results(model, x)
+    parts: dict[str, list[Tensor]] = {"y": found[:1]}
+    for name, gradient in zip(names, found[-len(names) :], strict=True):
+        parts.setdefault(name, []).append(gradient.flatten())
+    return {name: torch.cat(each) for name, each in parts.items()}
 
 
 def run_steps(model: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -191,9 +235,9 @@ def test_xlstm_large(kernel: str, weight_mode: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(results(model, tokens), expected, strict=True))
 
 
-def test_generation_of_xlstm_large() -> None:
-    tokens = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(1))
-    model: Any = large(mode="inference").float()
+def test_generation_of_xlstm_large(device: str) -> None:
+    tokens = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(1)).to(device)
+    model: Any = large(mode="inference").float().to(device)
     found = []
     for change in (lambda m: m, accelerate):
         made, state = change(model).generate(tokens, max_length=8)
@@ -201,7 +245,12 @@ def test_generation_of_xlstm_large() -> None:
         found.append([made, later, *tensors(state)])
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    check_same(found[1][2:], found[0][2:])
+    if device == "cpu":
+        check_same(found[1][2:], found[0][2:])
+    for at in range(2, len(found[0]), 3):  # C, n and m of each block; kernels of a GPU may choose another m
+        (c, n, m), truth = found[1][at : at + 3], found[0][at : at + 3]
+        shift = torch.exp(m - truth[2])
+        check_same([c * shift[..., None], n * shift], truth[:2], 5 * TOLERANCE[torch.float32])
 
 
 def test_a_backend_goes_on_reading_its_config() -> None:
