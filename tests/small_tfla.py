@@ -12,6 +12,12 @@ from tfla.integrations.transformers import TflaConfig, TflaForCausalLM
 SIZES: dict[str, Any] = {
     "d_model": 32, "num_heads": 2, "num_blocks": 4, "vocab_size": 61, "mamba_head_dim": 16, "mamba_state_dim": 16,
 }  # fmt: skip
+# The same with heads that the kernels of all GPUs take as they are. Norms with a large epsilon keep gradients from
+# depending on rounding where a state has a single write: its norm is one of a multiple of v, up to the sign.
+WIDE: dict[str, Any] = {
+    "d_model": 128, "qk_factor": 1.0, "key_width": 1.0, "value_width": 1.0, "mamba_head_dim": 64, "mamba_state_dim": 64,
+    "head_norm_eps": 0.1, "norm_eps": 0.1,
+}  # fmt: skip
 MIXTURES = [
     ("mlstm_exp", "gated_delta_net", "mamba2", "attention"),
     ("mlstm_sig", "retnet", "kda", "gla"),

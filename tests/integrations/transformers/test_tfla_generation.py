@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain_transformers import transformers
-from small_tfla import MIXTURES, draw, make
+from small_tfla import MIXTURES, WIDE, draw, make
 
 import tfla.nn
 from tfla.integrations.transformers import TflaCache
@@ -41,6 +41,26 @@ def test_greedy_tokens_are_those_of_tfla() -> None:
     model, ids = make(), draw(2, 9)
     tokens = torch.stack(list(tfla.nn.generate(model.to_language_model(), ids, 6, temperature=0)), 1)
     assert torch.equal(generate(model, ids, do_sample=False)[:, 9:], tokens)
+
+
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_every_device_generates_what_the_cpu_does_in_float64(device: str, layers: tuple[str, ...]) -> None:
+    """With a cache and without, for padded prompts too, and by tfla's generate."""
+    model, ids = make(layers, torch.float32, **WIDE), draw(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    exact = copy.deepcopy(model).double()
+    expected = generate(exact, ids, do_sample=False), generate(exact, ids, attention_mask=mask, do_sample=False)
+    model, ids, mask = model.to(device), ids.to(device), mask.to(device)
+    for use_cache in (True, False):
+        options = {"do_sample": False, "use_cache": use_cache}
+        assert torch.equal(generate(model, ids, **options).cpu(), expected[0])
+        assert torch.equal(generate(model, ids, attention_mask=mask, **options).cpu(), expected[1])
+    tokens = torch.stack(list(tfla.nn.generate(model.to_language_model(), ids, 6, temperature=0)), 1)
+    assert torch.equal(tokens.cpu(), expected[0][:, 9:])
+    for method in ("sampling", "beams"):
+        found, again = (generate(model, ids, use_cache=use, **METHODS[method]) for use in (True, False))
+        assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

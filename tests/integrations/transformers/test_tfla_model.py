@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import error
+from cases import TOLERANCE, error
 from plain_transformers import transformers
-from small_tfla import MIXTURES, SIZES, draw, make
+from small_tfla import MIXTURES, SIZES, WIDE, draw, make
+from torch import Tensor
 
 from tfla.cli import main
 from tfla.integrations import transformers as integration
@@ -43,6 +44,29 @@ def test_logits_loss_and_gradients_are_those_of_the_language_model(layers: tuple
     again = TflaForCausalLM.from_language_model(own, eos_token_id=7)
     assert again.config.eos_token_id == 7
     assert torch.equal(again(ids).logits, out.logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_every_device_computes_what_the_cpu_does_in_float64(
+    device: str, layers: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """Logits, loss and gradients of a padded batch."""
+    model, ids, mask = make(layers, dtype, **WIDE), draw(3, 70), torch.ones(3, 70, dtype=torch.int64)
+    mask[0, :9], mask[1, 66:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+
+    def results(model: Any, place: str) -> dict[str, Tensor]:
+        out = model(ids.to(place), attention_mask=mask.to(place), labels=labels.to(place))
+        assert out.logits.device.type == place
+        out.loss.backward()
+        parts = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+        found = {name: torch.cat([p.grad.flatten() for p in own]) for name, own in parts.items() if own}
+        return {"logits": out.logits[mask.to(place) > 0], "loss": out.loss, **found}
+
+    truth, found = results(copy.deepcopy(model).double(), "cpu"), results(model.to(device), device)
+    errors = {name: error(found[name].cpu(), x) for name, x in truth.items()}
+    assert max(errors.values()) <= 5 * TOLERANCE[dtype], sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
 def test_models_are_saved_and_loaded_by_the_auto_classes(tmp_path: Path) -> None:
@@ -100,11 +124,11 @@ def test_a_program_without_an_import_of_tfla_loads_a_model_through_its_folder(tm
     assert sorted(p.name for p in (tmp_path / "again").glob("*.py")) == ["tfla_model.py"]
 
 
-def test_documents_and_packed_sequences() -> None:
-    model, ids = make(), draw(1, 20)
+def test_documents_and_packed_sequences(device: str) -> None:
+    model, ids = make().to(device), draw(1, 20).to(device)
     parts = [model(ids[:, a:b]).logits for a, b in ((0, 7), (7, 20))]
     expected = torch.cat(parts, 1)
-    offsets, position = torch.tensor([0, 7, 20]), torch.tensor([[*range(7), *range(13)]])
+    offsets, position = (torch.tensor(x, device=device) for x in ([0, 7, 20], [[*range(7), *range(13)]]))
     start = position == 0
     for arguments in ({"cu_seqlens": offsets}, {"cu_seq_lens_q": offsets}, {"position_ids": position}):
         assert error(model(ids, **arguments).logits, expected) <= 1e-10
