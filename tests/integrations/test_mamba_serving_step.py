@@ -15,6 +15,7 @@ from torch import Tensor
 from tfla.integrations.mamba import selective_state_update
 
 SLOTS, HEADS, HEADDIM, GROUPS, DSTATE = 12, 4, 6, 2, 8
+ONE = torch.tensor([1])
 
 
 def drawn(*lead: int, per_head: bool = True, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -95,6 +96,27 @@ def test_speculation_over_packed_sequences(lengths: list[int], accepted: int, is
     check(pool, expected)
 
 
+def test_packed_sequences_with_one_column_of_rows() -> None:
+    """The columns bound the tokens of a sequence only where each token has one."""
+    p = drawn(4)
+    given = {name: t for name, t in p.items() if name != "state"} | {"cu_seqlens": torch.tensor([0, 3, 4])}
+    pools = [p["state"].clone() for _ in range(2)]
+    outs = [
+        selective_state_update(pool, **given, dt_softplus=True, state_batch_indices=rows)
+        for pool, rows in zip(pools, (torch.tensor([2, 5]), torch.tensor([[2], [5]])), strict=True)
+    ]
+    assert torch.equal(*outs)
+    assert torch.equal(*pools)
+    assert outs[0].any(-1).all()
+
+
+def test_states_of_16_bits_are_not_rounded_between_tokens() -> None:
+    p = drawn(1, 3, dtype=torch.float32) | {"state": draw(2, HEADS, HEADDIM, DSTATE).bfloat16()}
+    out = selective_state_update(**p | {"state": p["state"].clone()}, dt_softplus=True, state_batch_indices=ONE)
+    wide = selective_state_update(**p | {"state": p["state"].float()}, dt_softplus=True, state_batch_indices=ONE)
+    assert torch.equal(out, wide)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_tokens_of_a_batch(dtype: torch.dtype) -> None:
     """As flashinfer verifies proposals: the pool stays, and a buffer gets the state after each token."""
@@ -139,6 +161,19 @@ def test_shapes_without_heads() -> None:
     [
         ({"cu_seqlens": [0, 2]}, "cu_seqlens: got list, expected"),
         ({"cu_seqlens": torch.tensor([0.0, 2.0])}, "cu_seqlens: got dtype torch.float32, expected an int32 or int64"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3])},
+            r"cu_seqlens: got \[0, 3\], expected values from 0 to 2 that never fall",
+        ),
+        ({"cu_seqlens": torch.tensor([0, 2, 1])}, r"cu_seqlens: got \[0, 2, 1\], expected values from 0 to 2"),
+        (
+            {
+                "cu_seqlens": torch.tensor([0, 2]),
+                "num_accepted_tokens": torch.tensor([1]),
+                "state_batch_indices": torch.tensor([[1]]),
+            },
+            "cu_seqlens: got a sequence of 2 tokens, expected at most 1",
+        ),
         ({"num_accepted_tokens": torch.tensor([1, 1])}, "num_accepted_tokens: got a tensor without state_batch_indice"),
         (
             {"num_accepted_tokens": torch.tensor([1, 1]), "state_batch_indices": torch.tensor([1, 2])},

@@ -7,6 +7,7 @@ get them. The host reads the greatest number of tokens of a sequence alone, and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tfla.integrations.mamba.terms import check_devices
 from tfla.ops.checks import check_float, check_shape
+from tfla.ops.transforms import needs_dispatcher
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -68,6 +70,7 @@ def serve(
     _check_buffer(state, sequences, most, options)
     read, written = _rows(state, rows, sequences, options)
     work, out = state[read.clamp(min=0)], torch.zeros_like(x)
+    work = work.float() if work.dtype.itemsize == 2 else work  # rounded where it is stored, not from token to token
     flat_out = out.flatten(0, 1) if tokens.of_batch else out
     flat = {name: t.flatten(0, 1) if tokens.of_batch else t for name, t in given.items()}
     own = torch.arange(sequences, device=state.device)
@@ -108,15 +111,31 @@ def _tokens(
         return _Tokens(at, torch.ones_like(at, dtype=torch.bool), of_batch)
     check_integers("cu_seqlens", cu_seqlens, 1)
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    of_shapes = [t.shape[1] for t in (rows, options.dst_state_batch_indices) if t is not None and t.dim() == 2]
+    of_shapes = []
+    if options.num_accepted_tokens is not None:  # without it the first column counts, whatever the number of tokens
+        of_shapes = [t.shape[1] for t in (rows, options.dst_state_batch_indices) if t is not None and t.dim() == 2]
     if (buffer := options.intermediate_states_buffer) is not None:
         of_shapes.append(buffer.shape[1])
     most = min(of_shapes) if of_shapes else int(lengths.max()) if lengths.numel() else 0
+    if cu_seqlens.device.type == "cpu" and not needs_dispatcher((cu_seqlens,)):
+        _check_offsets(cu_seqlens.tolist(), most, x.shape[0])
     if not x.shape[0]:
         most = 0
     step = torch.arange(most, device=x.device)
     at = (starts[:, None] + step).clamp(max=max(x.shape[0] - 1, 0))
     return _Tokens(at, step < lengths[:, None], False)
+
+
+def _check_offsets(offsets: list[int], most: int, tokens: int) -> None:
+    """Raise unless offsets are those of sequences of at most `most` tokens in a row of `tokens`, or of some of them."""
+    if offsets != sorted(offsets) or offsets[:1] != [0] or offsets[-1] > tokens:
+        raise ValueError(f"cu_seqlens: got {offsets}, expected values from 0 to {tokens} that never fall")
+    longest = max((b - a for a, b in itertools.pairwise(offsets)), default=0)
+    if longest > most:
+        raise ValueError(
+            f"cu_seqlens: got a sequence of {longest} tokens, expected at most {most}: the columns of the indices with "
+            "num_accepted_tokens, and the tokens of intermediate_states_buffer"
+        )
 
 
 def check_integers(name: str, t: object, *dims: int) -> None:
