@@ -690,7 +690,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     if config.READER == READ_KEYS:  # what keys add as writers
         out += delta_dk_w.load_transposed(w.reshape([L, 64])).to(gl.float32)
     if config.NORMS:
-        out -= reader_norms.corrections(x if config.READER == READ_KEYS else w_t, n, shared.norms, out.type.layout, L)
+        out -= reader_norms.corrections(x if config.READER == READ_KEYS else w_t, n, shared.norms, L)
     if config.ACCUMULATE_DN:
         # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)

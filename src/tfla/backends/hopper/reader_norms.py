@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tfla.backends.hopper import pipeline, scheduler, store_warp
+from tfla.backends.hopper import mma, pipeline, scheduler, store_warp
 
 
 class SharedStorage(NamedTuple):
@@ -53,11 +53,12 @@ def signal_sums(norms):
 
 
 @gluon.jit
-def corrections(x_t, n, norms, layout: gl.constexpr, L: gl.constexpr):
+def corrections(x_t, n, norms, L: gl.constexpr):
     """Wait for the dot warp, and return what the norm takes off the gradient of tile n, (64, L).
 
     x_t is the transposed tile of q or k, (64, L), in shared memory.
     """
+    layout: gl.constexpr = mma.accumulator_layout(L)
     mbarrier.wait(norms.factors, n & 1)
     factor = norms.factor.index(0).load(gl.SliceLayout(0, layout))
     return x_t.load(layout).to(gl.float32) * gl.expand_dims(factor, 0)
