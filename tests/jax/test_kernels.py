@@ -16,11 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cases import FORMS, INTERPRETED, PER_STEP, TOLERANCE, check, check_beside_terms, gradients, problem, truth, truth_m
+from cases import (
+    FORMS,
+    INTERPRETED,
+    PER_STEP,
+    TOLERANCE,
+    check,
+    check_beside_terms,
+    error,
+    gradients,
+    problem,
+    truth,
+    truth_m,
+)
 from cases import call as torch_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import call, leaves_of, solve
+from jax_cases import call, leaves_of, solve, to_jax, to_torch
 from jax_plans import MARKS, ON_GPU, plans_run
 
 import tfla
@@ -104,6 +116,50 @@ def test_bits_are_those_of_pytorch(backend: str, K: int, V: int, dtype: torch.dt
     expected = gradients(p, leaves, h, state, truth_m(p))
     for name in PER_STEP:
         assert torch.equal(found[name], expected[name]), name
+
+
+BITS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"form": "sigmoid", "carried": False},
+    "packed": {"lengths": (21, 0, 1, 18), "carried": False},
+    "carried": {},
+    "packed, carried, sigmoid": {"form": "sigmoid", "lengths": (21, 0, 1, 18)},
+    "packed, carried": {"lengths": (21, 0, 1, 18)},
+}
+
+
+@pytest.mark.parametrize("case", BITS.values(), ids=BITS)
+@pytest.mark.parametrize(("backend", "K", "V"), [
+    ("triton", 16, 32),
+    pytest.param("triton", 64, 128, marks=on_gpu),
+    pytest.param("hopper", 128, 256, marks=on_hopper),
+])  # fmt: skip
+def test_bits_of_states_and_their_gradients(backend: str, K: int, V: int, case: dict[str, Any]) -> None:
+    """They are those of PyTorch: h, the final C, n and m, and all gradients, those of the initial C and n too."""
+    if ON_GPU and not torch.cuda.is_available():
+        pytest.skip("PyTorch has no GPU here")
+    device, dtype, longer = ("cuda", torch.bfloat16, 8) if ON_GPU else ("cpu", torch.float32, 1)
+    if "lengths" in case:
+        case = case | {"lengths": tuple(longer * n for n in case["lengths"])}
+    p = problem(dtype=dtype, B=1, T=40 * longer, Hq=1, H=2, K=K, V=V, **case)
+    cotangents = [p.dh, p.dstate.C] + ([] if p.dstate.n is None else [p.dstate.n])
+    leaves = {name: x.to(device).requires_grad_() for name, x in p.leaves.items()}
+    h, state = torch_call(p, leaves, backend=backend, kernel="fused", chunk_size=32 * longer)
+    outputs = [x for x in (h, state.C, state.n) if x is not None]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), [x.to(device) for x in cotangents])
+    expected = {"h": h, **{name: x for name, x in state._asdict().items() if x is not None}}
+    expected |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+
+    def run(leaves: dict[str, Any]) -> Any:
+        h, state = call(p.form, leaves, backend=backend, chunk_size=32 * longer, cu_seqlens=to_jax(p.cu_seqlens))
+        return [x for x in (h, state.C, state.n) if x is not None], {"h": h, **state._asdict()}
+
+    _, pullback, found = jax.vjp(run, leaves_of(p), has_aux=True)
+    (found_gradients,) = pullback([to_jax(x) for x in cotangents])
+    found |= {f"d{name}": x for name, x in found_gradients.items()}
+    for name, x in expected.items():
+        ours, theirs = to_torch(found[name]), x.detach().cpu()
+        # No kernel computes the gradient of m, a sum over C and n.
+        assert error(ours, theirs) <= 1e-6 if name == "dm0" else torch.equal(ours, theirs), name
 
 
 @on_gpu
