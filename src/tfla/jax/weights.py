@@ -104,7 +104,8 @@ def tile_gates(log_i: Array, log_f: Array, m: Array | None, tiling: Tiling) -> T
     if m is not None:
         constant = jax.lax.stop_gradient
         every, before = map(constant, max_states(constant(log_i), constant(log_f), constant(m), tiling))
-        before = before.at[..., 0].add(_of_starts(m - constant(m), tiling, before.shape[:-1]))
+        starts = _of_starts(m - constant(m), tiling, before.shape[:-1])
+        before += jnp.pad(starts[..., None], [*[(0, 0)] * starts.ndim, (0, before.shape[-1] - 1)])
         log_i, log_f = stabilized(log_i, log_f, every, before)
     b, b_low = cumulative_sum(log_f)
     a, a_low = two_sum(log_i, -b)
@@ -115,7 +116,8 @@ def _of_starts(x: Array, tiling: Tiling, shape: tuple[int, ...]) -> Array:
     """Return x (N, heads) of each sequence at its first tile and zeros at other ones, (n, R, heads)."""
     packing = tiling.packing
     if packing is None:
-        return jnp.zeros(shape, x.dtype).at[:1].set(x)
+        # An update of a whole dim has indices that are constants, which `custom_partitioning` does not take.
+        return jnp.pad(x[None], [(0, shape[0] - 1), (0, 0), (0, 0)])
     rows = jnp.minimum(packing.sequence, x.shape[0] - 1)
     return jnp.where(packing.starts[:, None], x[rows], 0.0)[:, None]
 
