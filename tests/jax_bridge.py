@@ -45,7 +45,8 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, call: Any, names: tuple[str, ...], *tensors: Tensor) -> Any:
         found, ctx.pullback = call(dict(zip(names, map(to_jax, tensors), strict=True)))
         ctx.names = names
-        results = [None if x is None else to_torch(x) for x in found]
+        ctx.device = tensors[0].device
+        results = [None if x is None else to_torch(x).to(ctx.device) for x in found]
         if results[3] is not None:
             ctx.mark_non_differentiable(results[3])
         return tuple(results)
@@ -53,7 +54,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         found = _backward(ctx.pullback, tuple(map(to_jax, cotangents)))
-        return None, None, *(to_torch(found[name]) for name in ctx.names)
+        return None, None, *(to_torch(found[name]).to(ctx.device) for name in ctx.names)
 
 
 def _run(name: str, arrays: dict[str, Tensor | None], options: dict[str, Any]) -> Any:

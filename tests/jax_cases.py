@@ -23,7 +23,7 @@ def to_jax(x: Tensor | None) -> Any:
     """Return a tensor as an array of JAX of its dtype."""
     if x is None:
         return None
-    x = x.detach()
+    x = x.detach().cpu()
     values = x.float().numpy() if x.is_floating_point() and x.element_size() <= 2 else x.numpy()
     return jnp.asarray(values).astype(str(x.dtype).removeprefix("torch."))
 

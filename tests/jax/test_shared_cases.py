@@ -1,20 +1,23 @@
 """The cases of the suite of PyTorch's operator on JAX: the same tests, with the same tables and tolerances.
 
-The names that are imported here are tests of tests/ops, in which the operators of JAX stand for those of PyTorch. Where
-each case is a function to compile, the rows of a table take turns with the forms and the dtypes.
+They run the chunkwise form on the CPU, and on a GPU the kernels. The names that are imported here are tests of
+tests/ops, in which the operators of JAX stand for those of PyTorch. Where each case is a function to compile, the rows
+of a table take turns with the forms and the dtypes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cases
+import jax
 import pytest
 import torch
-from cases import DTYPES, FORMS, Implementation
+from cases import DTYPES, FORMS, Implementation, implementations
 from jax_bridge import JaxOperators
+from jax_plans import ON_GPU
 from ops import (
     test_dtypes,
     test_extreme_gates,
@@ -73,12 +76,21 @@ MODULES = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def implementation(monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    """Return the chunkwise form of JAX."""
+KERNELS = [
+    pytest.param(each, id=str(each), marks=pytest.mark.gpu)
+    for each in implementations()
+    if each.device == "cuda" and each.kernel == "fused" and ON_GPU
+]
+
+
+@pytest.fixture(params=[Implementation("chunkwise", "segmented", "cpu"), *KERNELS], ids=str)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Implementation]:
+    """Yield the chunkwise form of JAX, or kernels from JAX."""
     for module in MODULES:
         monkeypatch.setattr(module, "tfla", JaxOperators(), raising=False)
-    return Implementation("chunkwise", "segmented", "cpu")
+    where = "cpu" if request.param.device == "cpu" else "gpu"
+    with jax.default_device(jax.devices(where)[0]), jax.default_matmul_precision("highest"):
+        yield request.param
 
 
 def turns(rows: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
