@@ -157,7 +157,7 @@ def test_paper_convention(implementation: Implementation, form: str, lengths: tu
     test_gradients.test_paper_convention(implementation, form, lengths)
 
 
-@pytest.mark.parametrize(("form", "reset"), [("exp", -1e4), ("sigmoid", -1e5)])
+@pytest.mark.parametrize(("form", "reset"), [*itertools.product(("exp", "sigmoid"), (-1e4, -1e5))])
 def test_resets_every_few_steps(implementation: Implementation, form: str, reset: float) -> None:
     test_long_sequences.test_resets_every_few_steps(implementation, form, reset)
 

@@ -155,7 +155,7 @@ def gradients(tile: Tile, w: Weights, do: Array, dd: Array | None, state: Carry,
 
 
 def log_gate_gradients(terms: Array, reads: Array, writes: Array, between: Array) -> tuple[Array, Array]:
-    """Return dlog_i and dlog_f (..., L) as sums over pairs of steps, as in tfla.backends.chunkwise.gate_gradients.
+    """Return dlog_i and dlog_f (..., L) as sums over pairs of steps.
 
     dlog_i_j is the sum of the terms of pairs (i, j) over all i >= j, and dlog_f_t that over all i >= t > j. Both steps
     of a pair may lie in the tile of t, or one of them, or none. Each sum contains only its own terms, so that its
@@ -172,11 +172,11 @@ def log_gate_gradients(terms: Array, reads: Array, writes: Array, between: Array
     L = terms.shape[-1]
     strictly_lower = jnp.where(jnp.tri(L, k=-1, dtype=bool), terms, 0)
     columns = strictly_lower.sum(-2)
-    # Each sum over i >= t > j is the one before plus a column minus a row. The one after the last step is 0 except for
-    # rounding, which is spread evenly over the steps.
-    gains = columns - strictly_lower.sum(-1)
-    at = jax.lax.broadcasted_iota(terms.dtype, gains.shape, gains.ndim - 1)
-    crossing = before(gains) - at / L * gains.sum(-1, keepdims=True)
+    # The terms of each step i with all steps j < t, and the sum of these over i >= t. Differences of sums of columns
+    # and rows are fewer additions, but have the rounding of pairs that a closed gate parts from those of t.
+    is_before = jnp.triu(jnp.ones((L, L), terms.dtype), 1)
+    earlier = jnp.matmul(strictly_lower, is_before, precision=jax.lax.Precision.HIGHEST)
+    crossing = jnp.where(jnp.tri(L, dtype=bool), earlier, 0).sum(-2)
     onward = jnp.where(jnp.tri(L, dtype=bool).T, reads[..., None, :], 0).sum(-1)
     diagonal = jnp.diagonal(terms, axis1=-2, axis2=-1)
     return writes + columns + diagonal, between[..., None] + onward + before(writes) + crossing
