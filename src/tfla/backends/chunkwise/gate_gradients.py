@@ -11,7 +11,6 @@ step with itself too, which cancel except for rounding; where gates are closed, 
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,23 +25,21 @@ def onward(x: Tensor) -> Tensor:
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
-def crossing(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the sums over i >= t > j of a strictly lower matrix, (..., L), from the sums of its rows and columns.
+def crossing(terms: Tensor) -> Tensor:
+    """Return the sums over i >= t > j of a strictly lower matrix, (..., L), which is overwritten.
 
-    Each is the one before plus a column minus a row. The sum after the last step is 0 except for rounding, which is
-    spread evenly over the steps.
+    Differences of sums of columns and rows are fewer additions, but have the rounding of pairs that a closed gate parts
+    from those of t.
     """
-    L = rows.shape[-1]
-    gains = columns - rows
-    share = torch.arange(L, dtype=gains.dtype, device=gains.device) / L
-    return before(gains) - share * gains.sum(-1, keepdim=True)
+    of_earlier = terms.cumsum_(-1).tril_(-1)  # the sums over all j before t at column t - 1
+    return F.pad(of_earlier.sum(-2)[..., :-1], (1, 0))
 
 
 def log_gate_gradients(terms: Tensor, reads: Tensor, writes: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
     """Return dlog_i and dlog_f, (n, N, L).
 
     Args:
-        terms: (n, N, L, L), the terms of pairs inside a tile, 0 above the diagonal; the diagonal is overwritten.
+        terms: (n, N, L, L), the terms of pairs inside a tile, 0 above the diagonal; overwritten.
         reads: (n, N, L), the terms of each step with all steps before its tile.
         writes: (n, N, L), the terms of each step with all steps after its tile.
         between: (n, N), the terms of steps before a tile with steps after it.
@@ -53,5 +50,5 @@ def log_gate_gradients(terms: Tensor, reads: Tensor, writes: Tensor, between: Te
     diagonal_terms = diagonal.clone()
     diagonal.zero_()
     columns = terms.sum(-2)
-    dlog_f = between.unsqueeze(-1) + onward(reads) + before(writes) + crossing(terms.sum(-1), columns)
+    dlog_f = between.unsqueeze(-1) + onward(reads) + before(writes) + crossing(terms)
     return writes + columns + diagonal_terms, dlog_f

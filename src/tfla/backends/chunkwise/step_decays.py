@@ -72,4 +72,4 @@ class StepDecays:
         terms = of_pairs[0] if len(of_pairs) == 1 else of_pairs[0].add_(of_pairs[1])
         terms = terms.tril_(-1)
         dg = across.sum(-1, keepdim=True) + onward(reads.sum(-1)) + before(writes.sum(-1))
-        return TileGradients(found, dk, dg + crossing(terms.sum(-1), terms.sum(-2)))
+        return TileGradients(found, dk, dg + crossing(terms))
