@@ -181,6 +181,13 @@ def test_shapes_without_heads() -> None:
         ),
         ({"state_batch_indices": torch.tensor([[1, 2]])}, "state_batch_indices: got 1 rows, expected one for each of"),
         ({"out": torch.zeros(1)}, "out: got shape"),
+        ({"out": torch.zeros(1), "cu_seqlens": torch.tensor([0, 1, 2])}, "out: got shape"),
+        ({"out": [0.0]}, "out: got list"),
+        (
+            {"state_batch_indices": torch.tensor([[1, 2], [3, SLOTS]])},
+            f"state_batch_indices: got {SLOTS}, expected at most {SLOTS - 1}, or less than 0 to skip",
+        ),
+        ({"dst_state_batch_indices": torch.tensor([0, 5])}, "dst_state_batch_indices: got 5, expected at most 1"),
         ({"dst_state_batch_indices": torch.tensor([1.0, 2.0])}, "dst_state_batch_indices: got dtype torch.float32"),
         ({"intermediate_states_buffer": torch.zeros(2, 0, HEADS, HEADDIM, DSTATE)}, "at least 2 rows and 1 tokens"),
         ({"intermediate_state_indices": torch.tensor([0])}, "intermediate_state_indices: got shape"),

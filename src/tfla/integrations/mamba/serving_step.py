@@ -180,6 +180,10 @@ def _rows(state: Tensor, rows: Tensor | None, sequences: int, options: Serving) 
         check_integers(name, t, 1, 2)
         if t.shape[0] < sequences:
             raise ValueError(f"{name}: got {t.shape[0]} rows, expected one for each of {sequences} sequences")
+        on_host = t.device.type == "cpu" and not needs_dispatcher((t,))
+        if on_host and t.numel() and t.max() >= state.shape[0]:
+            most = state.shape[0] - 1
+            raise ValueError(f"{name}: got {int(t.max())}, expected at most {most}, or less than 0 to skip")
         if accepted is not None and t.dim() == 1:
             raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected (N, tokens) with num_accepted_tokens")
         found.append(t[:sequences].view(sequences, -1).long())

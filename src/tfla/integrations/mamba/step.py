@@ -245,6 +245,10 @@ def selective_state_update(
             state_batch_indices = state_batch_indices.masked_fill(state_batch_indices == skipped, -1)
         if isinstance(dst_state_batch_indices, Tensor) and skipped >= 0:
             dst_state_batch_indices = dst_state_batch_indices.masked_fill(dst_state_batch_indices == skipped, -1)
+    if out is not None:  # before a state is changed
+        check_float("x", x)
+        check_float("out", out)
+        check_shape("out", out, tuple(x.shape))
     options = Serving(
         dst_state_batch_indices, num_accepted_tokens, cu_seqlens, disable_state_update, intermediate_states_buffer,
         intermediate_state_indices,
@@ -256,11 +260,10 @@ def selective_state_update(
             return selective_state_update(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, rows)
 
         found = serve(step, state, x, dt, B, C, z, state_batch_indices, options)
-        return found if out is None else _copied(out, found)
+        return found if out is None else out.copy_(found)
     if out is not None:
-        check_shape("out", out, tuple(x.shape))
         found = selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
-        return _copied(out, found)
+        return out.copy_(found)
     if isinstance(state, Tensor) and state.dim() == 3:
         operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         return _step_without_heads(state, operands, dt_softplus, state_batch_indices)
@@ -308,12 +311,6 @@ def selective_state_update(
     if state_batch_indices is None:
         return y
     return y.masked_fill((state_batch_indices < 0)[:, None, None], 0.0)
-
-
-def _copied(out: Tensor, found: Tensor) -> Tensor:
-    """Return `out` with the values of a result."""
-    check_shape("out", out, tuple(found.shape))
-    return out.copy_(found)
 
 
 def _step_without_heads(
